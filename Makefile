@@ -1,0 +1,50 @@
+# Everything a person needs is a target; `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+WORKLOADS ?= all
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("fedspan needs Python 3.11 or newer; this is %s. Try: make PYTHON=python3.12" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.user: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[report]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.user
+
+install: $(VENV)/.dev ## make the environment in .venv, with everything for development
+
+demo: $(VENV)/.user ## compare seven methods on bundled data (under a minute) and write a report
+	$(BIN)/fedspan demo
+
+test: $(VENV)/.dev ## run the tests (under five minutes on two cores)
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev ## lint, formatting and types
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## format the code
+	$(BIN)/ruff format src tests bench
+	$(BIN)/ruff check --fix --quiet src tests bench
+
+bench: $(VENV)/.dev ## time the workloads beside their floor and limit (WORKLOADS=name,name runs some); writes bench.json
+	$(BIN)/python -m bench --workloads $(WORKLOADS) --out bench.json
+
+docs: $(VENV)/.dev ## write docs/methods.md from the methods' own docstrings
+	$(BIN)/fedspan methods --markdown > docs/methods.md
+
+clean: ## remove the environment and everything made
+	rm -rf $(VENV) runs bench.json .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,78 @@
+"""The command line: `fedspan COMMAND ...`. Errors are one line; tracebacks only with FEDSPAN_DEBUG=1."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from fedspan import __version__
+from fedspan.commands.compare import compare
+from fedspan.commands.console import fail, note
+from fedspan.commands.data import data, partition
+from fedspan.commands.demo import demo
+from fedspan.commands.doctor import doctor
+from fedspan.commands.export import export
+from fedspan.commands.methods import methods
+from fedspan.commands.report import report
+from fedspan.commands.run import run
+from fedspan.commands.sweep import sweep
+from fedspan.commands.traffic import bytes_
+from fedspan.errors import FedspanError
+
+FAULT, STOPPED = 2, 130
+
+
+class Group(TyperGroup):
+    """Turns the errors a person can mend into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (FedspanError, OSError) as e:
+            if os.environ.get("FEDSPAN_DEBUG") == "1" or isinstance(e, BrokenPipeError):
+                raise
+            fail(str(e))
+            raise typer.Exit(FAULT) from None
+        except KeyboardInterrupt:
+            note("Stopped.")
+            raise typer.Exit(STOPPED) from None
+
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Personalised federated learning with low-rank structure: simulate and compare methods.",
+)
+for command in (demo, run, compare, sweep, report, methods, data, partition, doctor, export):
+    app.command()(command)
+app.command("bytes")(bytes_)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedspan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Personalised federated learning with low-rank structure: simulate and compare methods."""
+
+
+def main() -> None:
+    """The entry point `fedspan`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

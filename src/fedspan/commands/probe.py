@@ -1,0 +1,112 @@
+"""What a method keeps and sends, found by running one round of it on two made-up clients."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedspan
+from fedspan import tree
+from fedspan.data.federated import FederatedData
+from fedspan.engine import Engine
+from fedspan.method import Federation, Method, Who
+from fedspan.methods import METHODS, make
+from fedspan.models import build
+from fedspan.randomness import generator, key
+from fedspan.task import Task
+from fedspan.tree import Outer, Tree
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One client's round: what it received, keeps and sent."""
+
+    down: Tree
+    kept: Tree
+    mean: Tree
+    each: Tree
+
+
+@cache
+def toy() -> tuple[Task, FederatedData]:
+    """Two clients of different groups with a handful of random examples, and a small perceptron."""
+    rng = generator(0, "toy")
+    pairs = [(rng.normal(size=(8, 4)).astype("float32"), rng.permutation(8) % 2) for _ in range(2)]
+    data = FederatedData.from_arrays(pairs, groups=[0, 1], classes=2, validation_fraction=0.25)
+    return Task(lambda: build("mlp", (4,), 2, hidden=[3]), seed=0), data
+
+
+def probe(method: Method, task: Task, data: FederatedData, client: int = 0, batch: int = 4) -> Payload:
+    """Run one round of one client through the engine, as the simulator does."""
+    engine = Engine(method, task, data, 0, batch, 1, "loop")
+    capacities = tuple(method.capacity_of(i) for i in range(data.clients))
+    capacity = capacities[client]
+    own_task = engine.model(capacity)
+    federation = Federation(data.clients, 0, capacities, data.groups)
+    first = engine.model(sorted(set(capacities), key=str)[0])
+    server, common = method.init_server(first, federation), method.common(first, federation)
+    row = method.init_client(own_task, Who(client, capacity, key(0, "client", client), 0))
+    down = method.download(server, torch.tensor([client]), capacity, 1)
+    answer = engine.update(capacity, 1, [client], tree.stack([row]), down.shared, down.own, common)
+    sent = tree.take(answer.sent, 0)
+    return Payload({**down.shared, **tree.take(down.own, 0)}, tree.take(answer.rows, 0), sent.mean, sent.each)
+
+
+def facts(name: str) -> dict[str, Any]:
+    """Everything `fedspan methods` tells about a method."""
+    cls = METHODS[name]
+    method = make(name)
+    payload = probe(method, *toy())
+    return {
+        "name": name,
+        "family": cls.family,
+        "paper": cls.paper,
+        "equations": equations(cls),
+        "shared": names(payload.down),
+        "private": names(payload.kept),
+        "sent_mean": names(payload.mean),
+        "sent_each": names(payload.each),
+        "weight": method.weight,
+        "secure_aggregation": "no" if names(payload.each) or method.weight == "own" else "yes",
+        "heterogeneous": "no" if cls.capacity_of is Method.capacity_of else "yes",
+        "file": _file(cls),
+        "fields": {f.name: _default(getattr(method, f.name)) for f in fields(cls)},
+    }
+
+
+def names(payload: Tree) -> list[str]:
+    """The top-level names that hold anything; a matrix sent as two vectors says so."""
+    return [k + (" (rank one)" if _rank_one(v) else "") for k, v in payload.items() if _numbers(v)]
+
+
+def equations(cls: type[Method]) -> list[str]:
+    """The equations its source refers to, those of the methods it extends included."""
+    found: dict[str, None] = {}
+    for part in cls.__mro__:
+        if part.__module__.startswith("fedspan.methods."):
+            found |= dict.fromkeys(re.findall(r"eq\. \([^)\n]{1,20}\)", inspect.getsource(part)))
+    return sorted(found, key=lambda e: [int(n) for n in re.findall(r"\d+", e)])
+
+
+def _numbers(part: Any) -> int:
+    return sum(t.numel() for t in tree.leaves(part))
+
+
+def _rank_one(part: Any) -> bool:
+    return isinstance(part, Outer) or (isinstance(part, dict) and any(_rank_one(v) for v in part.values()))
+
+
+def _file(cls: type[Method]) -> str:
+    path = Path(inspect.getsourcefile(cls) or "").resolve()
+    root = Path(fedspan.__file__).resolve().parent.parent
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+
+def _default(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,154 @@
+"""One run from a configuration: resumed by default, shown as it goes, interrupted without loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fedspan.commands.console import note, out, say, show
+from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    from fedspan.config import RunConfig
+
+STOPPED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
+    """The result of this very experiment, if it is there with at least as many rounds."""
+    from fedspan.config import load_config
+
+    with suppress(OSError, ValueError, KeyError, TypeError):  # FedspanError is a ValueError: then it has to be run
+        result: dict[str, Any] = json.loads((directory / "result.json").read_text())
+        same = load_config(directory / "config.toml").identity() == config.identity()
+        return result if same and result["rounds"] >= config.rounds else None
+    return None
+
+
+def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: bool = False, label: str = "") -> None:
+    """Do what is left of a run; all of it is in the directory afterwards.
+
+    Raises:
+        typer.Exit: with 130 after Ctrl-C; the state has been saved.
+    """
+    from fedspan.config import assemble, to_toml
+    from fedspan.simulate import Simulation
+
+    method, task, data = assemble(config)
+    simulation = Simulation(
+        method,
+        task,
+        data,
+        rounds=config.rounds,
+        seed=config.seed,
+        settings=config.train,
+        out=directory,
+        fresh=fresh,
+        config=config.recorded(),
+    )
+    # Only now: a directory of another experiment has been refused, and keeps its own configuration.
+    _write(directory / "config.toml", to_toml(config))
+    told = len(simulation.messages)
+    for message in simulation.messages:
+        note(message)
+    progress = simulation.record.progress
+    shown = _Shown(label or config.method["name"], config.rounds, progress.round, _traffic(progress.totals), quiet)
+    try:
+        with shown:
+            simulation.run(shown.on_round)
+    except KeyboardInterrupt:
+        note(f"Stopped after round {simulation.record.progress.round}; run the same command to go on.")
+        raise typer.Exit(STOPPED) from None
+    for message in simulation.messages[told:]:
+        note(message)
+
+
+def _traffic(totals: Any) -> float:
+    return float(totals["up"] + totals["down"] + totals["announce"])
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+class _Shown:
+    """Rounds as they are done: a bar on a terminal, otherwise a line now and then."""
+
+    def __init__(self, label: str, rounds: int, done: int, sent: float, quiet: bool) -> None:
+        self.label, self.rounds, self.quiet, self.sent = label, rounds, quiet, sent
+        self.start, self.first = time.monotonic(), done
+        self.accuracy = ""
+        self.every = max(1, -(-rounds // 5))
+        columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn())
+        extra = (TextColumn("{task.fields[facts]}"), TimeRemainingColumn())
+        self.bar = Progress(*columns, *extra, console=out) if out.is_terminal and not quiet else None
+        if self.bar is not None:
+            self.task = self.bar.add_task(label, total=rounds, completed=done, facts="")
+
+    def __enter__(self) -> _Shown:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def on_round(self, line: dict[str, Any]) -> None:
+        """Told after every round."""
+        t, found = line["round"], line.get("accuracy")
+        if found:
+            self.accuracy = f"accuracy {100 * found['mean']:.1f} %"
+        elif line.get("loss"):
+            self.accuracy = f"loss {line['loss']['mean']:.4g}"
+        self.sent += _traffic(line["bytes"])
+        facts = f"{self.accuracy}  {self.sent / 1e6:,.2f} MB".strip()
+        if self.bar is not None:
+            self.bar.update(self.task, completed=t, facts=facts)
+        elif not self.quiet and (t % self.every == 0 or t == self.rounds):
+            left = (time.monotonic() - self.start) / max(1, t - self.first) * (self.rounds - t)
+            say(f"{self.label}: round {t} of {self.rounds}, {facts}, {left:.0f} s left")
+
+
+def run_all(jobs: Sequence[tuple[str, RunConfig, Path]], *, fresh: bool = False, quiet: bool = False) -> None:
+    """Run a list of (label, configuration, directory), leaving out what is finished."""
+    for label, config, directory in jobs:
+        if not fresh and finished(directory, config) is not None:
+            note(f"{label}: already finished in {directory}.")
+        else:
+            execute(config, directory, fresh=fresh, quiet=quiet, label=label)
+
+
+def conclude(directories: Sequence[Path], page: Path, title: str) -> None:
+    """Print the table of finished runs and write the report page."""
+    from fedspan.report import load_runs, summary_rows, to_rich
+
+    runs = load_runs(directories)
+    show(to_rich(summary_rows(runs)))
+    _page(lambda: _write_page(runs, page, title))
+
+
+def _write_page(runs: Any, page: Path, title: str) -> None:
+    from fedspan.report import write_page
+
+    write_page(runs, page, title)
+    say(f"Report: {page}")
+
+
+def _page(write: Callable[[], None]) -> None:
+    """The numbers are safe on disk: a page that cannot be drawn (no matplotlib) is worth a note, not a failure."""
+    try:
+        write()
+    except FedspanError as e:
+        note(f"No report page: {e}")

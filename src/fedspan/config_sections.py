@@ -1,0 +1,92 @@
+"""The sections of an experiment file whose keys depend on a kind: `[data]`, `[partition]`, `[model]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fedspan.data import check_partition
+from fedspan.data.catalog import KNOWN
+from fedspan.errors import ConfigError, nearest
+from fedspan.models import MODELS, build
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """`[data]`: where the examples come from; see `fedspan.data.load`."""
+
+    source: str = "digits"
+    root: str | None = None
+    size: int | None = None
+    limit: int | None = None
+    classes: int | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("size", "limit", "classes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"Data: {name} must be an integer >= 1. Got {value}.")
+        if not self.source or "\0" in self.source + (self.root or ""):
+            raise ConfigError(f"Data: source must be a name, a path or a hub id. Got {self.source!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """`[partition]`: who holds what; `options` are the further keys of the section, complete after checking."""
+
+    kind: str = "iid"
+    clients: int | None = None
+    split: str = "client"
+    validation: float = 0.0
+    test: float = 0.25
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = {k: v for k, v in self.options.items() if v is not None}
+        checked = check_partition(self.kind, self.clients, self.split, self.validation, self.test, given)
+        object.__setattr__(self, "options", {k: v for k, v in checked.items() if v is not None})
+        if self.clients == 1:
+            raise ConfigError("Partition: clients must be at least 2, as one client has nobody to learn from. Got 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """`[model]`: a name of `fedspan.models.MODELS` or 'package.module:Class', the head's prefix, and its options."""
+
+    kind: str = "mlp"
+    head: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "input_shape"):
+            if name in self.options:
+                raise ConfigError(f"Model: {name} comes from the data and cannot be set. Remove it.")
+        if ":" in self.kind:
+            return
+        if self.kind not in MODELS:
+            raise ConfigError(f"Model: unknown kind '{self.kind[:60]}'.{nearest(self.kind[:60], MODELS)}")
+        known = MODELS[self.kind].options
+        for name in self.options:
+            if name not in known:
+                hint = nearest(name, [*known, "kind", "head"])
+                raise ConfigError(f"Model: kind '{self.kind}' has no option '{name[:60]}'.{hint}")
+        filled = {**known, **self.options}
+        options = {k: list(v) if isinstance(v, tuple) else v for k, v in filled.items() if v is not None}
+        object.__setattr__(self, "options", options)
+
+    def module(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """Build the model; its weights come from torch's generator."""
+        return build(self.kind, shape, classes, **self.options)
+
+
+def known_shape(data: DataConfig) -> tuple[tuple[int, ...], int] | None:
+    """Shape of an example and number of classes, where they are known before loading."""
+    if data.source != "digits" and data.source not in KNOWN:
+        return None
+    shape = (1, 8, 8) if data.source == "digits" else KNOWN[data.source].shape
+    classes = 10 if data.source == "digits" else len(KNOWN[data.source].class_names)
+    size = data.size or shape[1]
+    return (shape[0], size, size), data.classes or classes

@@ -1,0 +1,81 @@
+"""Facts about the data sets fedspan knows by name: shapes, normalisation constants, class names, hub ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FASHION = "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker, Bag, Ankle boot"
+_CIFAR10 = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship, truck"
+_SUPERCLASSES = (
+    "aquatic_mammals, fish, flowers, food_containers, fruit_and_vegetables, household_electrical_devices,"
+    " household_furniture, insects, large_carnivores, large_man-made_outdoor_things, large_natural_outdoor_scenes,"
+    " large_omnivores_and_herbivores, medium_mammals, non-insect_invertebrates, people, reptiles, small_mammals,"
+    " trees, vehicles_1, vehicles_2"
+)
+# Factorized-FL's five domains of ten classes; the paper gives no class lists, these are the natural ones.
+DOMAINS: dict[str, tuple[str, str]] = {
+    "Household": ("household_electrical_devices", "household_furniture"),
+    "Fruit&Food": ("fruit_and_vegetables", "food_containers"),
+    "Tree&Flower": ("trees", "flowers"),
+    "Transport": ("vehicles_1", "vehicles_2"),
+    "Animal": ("large_carnivores", "large_omnivores_and_herbivores"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """An image data set with a usual shape and usual normalisation constants (of pixels in 0..1)."""
+
+    hub: str
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    class_names: tuple[str, ...]
+    coarse_names: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+
+KNOWN: dict[str, Known] = {
+    "mnist": Known(
+        hub="ylecun/mnist",
+        shape=(1, 28, 28),
+        mean=(0.1307,),
+        std=(0.3081,),
+        class_names=tuple("0123456789"),
+    ),
+    "fashion-mnist": Known(
+        hub="zalando-datasets/fashion_mnist",
+        shape=(1, 28, 28),
+        mean=(0.2860,),
+        std=(0.3530,),
+        class_names=tuple(_FASHION.split(", ")),
+        folders=("/usr/share/datasets/fashion-mnist",),  # where Debian's package dataset-fashion-mnist puts it
+    ),
+    "cifar10": Known(
+        hub="uoft-cs/cifar10",
+        shape=(3, 32, 32),
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        class_names=tuple(_CIFAR10.split(", ")),
+    ),
+    "cifar100": Known(
+        hub="uoft-cs/cifar100",
+        shape=(3, 32, 32),
+        mean=(0.5071, 0.4866, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        class_names=tuple(str(i) for i in range(100)),
+        coarse_names=tuple(_SUPERCLASSES.split(", ")),
+    ),
+}
+
+SOURCES: dict[str, str] = {
+    "digits": "1,797 handwritten digits of 8x8 pixels, bundled with scikit-learn; needs no download",
+    "mnist": "70,000 handwritten digits of 28x28 pixels (parquet or IDX files)",
+    "fashion-mnist": "70,000 pictures of clothes of 28x28 pixels (parquet or IDX files)",
+    "cifar10": "colour pictures of 32x32 pixels, 10 classes (parquet)",
+    "cifar100": "colour pictures of 32x32 pixels, 100 classes in 20 superclasses (parquet)",
+    "OWNER/NAME": "a data set of the Hugging Face hub, read through its `datasets` library",
+    "PATH.parquet": "a table with an image column, or with numeric columns, and a label column",
+    "PATH.npz": "arrays x, y and optionally x_test, y_test, client, domain",
+    "FOLDER": "one .npz per client (x, y, optionally x_test, y_test), or train/test parquet files, or IDX files",
+}

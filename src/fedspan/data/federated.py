@@ -1,0 +1,237 @@
+"""What a federation's data look like to everything else: one pool of examples, and who holds which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedspan.errors import DataError
+from fedspan.randomness import generator
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """One flat pool of examples and, per client, the rows it trains, validates and tests on.
+
+    `relabel[i]` is client i's own naming of the classes (a permutation): its label for pool row e is
+    `relabel[i][y[e]]`. `groups[i]` is the true group of client i in scenarios that know it.
+    """
+
+    x: Tensor
+    y: Tensor
+    train: list[Index]
+    test: list[Index]
+    validation: list[Index] = field(default_factory=list)
+    classes: int | None = None
+    relabel: Tensor | None = None
+    groups: Tensor | None = None
+    names: list[str] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
+    source: str = "arrays"
+
+    def __post_init__(self) -> None:
+        if not self.validation:
+            object.__setattr__(self, "validation", [np.empty(0, np.int64) for _ in self.train])
+        check(self)
+        if not self.names:
+            object.__setattr__(self, "names", [str(i) for i in range(len(self.train))])
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return len(self.train)
+
+    @property
+    def sizes(self) -> Index:
+        """Number of training examples of each client."""
+        return np.array([len(i) for i in self.train], np.int64)
+
+    def labels(self, client: int, part: str = "train") -> Tensor:
+        """The labels of one client as that client names them; `part` is train, validation or test."""
+        y = self.y[torch.from_numpy(getattr(self, part)[client])]
+        return y if self.relabel is None else self.relabel[client][y]
+
+    def to(self, dtype: torch.dtype) -> FederatedData:
+        """The same data with floating inputs (and real-valued targets) in another precision."""
+        x = self.x.to(dtype) if self.x.is_floating_point() else self.x
+        y = self.y.to(dtype) if self.y.is_floating_point() else self.y
+        return replace(self, x=x, y=y)
+
+    @staticmethod
+    def from_arrays(
+        clients: Sequence[tuple[Tensor | NDArray[np.generic], Tensor | NDArray[np.generic]]],
+        *,
+        test: Sequence[tuple[Tensor | NDArray[np.generic], Tensor | NDArray[np.generic]]] | None = None,
+        test_fraction: float = 0.25,
+        validation_fraction: float = 0.0,
+        groups: Sequence[int] | None = None,
+        classes: int | None = None,
+        seed: int = 0,
+    ) -> FederatedData:
+        """One (x, y) pair per client. Without `test`, each client's examples are split by a keyed shuffle.
+
+        Integer labels are classes (0..`classes`−1, by default up to the largest seen), real ones regression targets.
+
+        Raises:
+            DataError: naming the client, if shapes, types, labels or values are not usable.
+        """
+        if not clients:
+            raise DataError("Data: there must be at least one client. Got none.")
+        xs: list[Tensor] = []
+        ys: list[Tensor] = []
+        train, held, valid = list[Index](), list[Index](), list[Index]()
+        start = 0
+        for part, pairs in (("train", clients), ("test", test or [])):
+            if part == "test" and test is not None and len(test) != len(clients):
+                raise DataError(f"Data: test needs one pair per client ({len(clients)}). Got {len(test)}.")
+            for i, (x, y) in enumerate(pairs):
+                x, y = _tensor(x, i, "examples"), _tensor(y, i, "labels")
+                if len(x) == 0 and part == "train":
+                    raise DataError(f"Data: client {i} has no training examples. Remove it.")
+                if ys and y.is_floating_point() != ys[0].is_floating_point():
+                    # Joined, integers would silently become real-valued targets.
+                    raise DataError(
+                        f"Data: labels of client {i} must be of the same kind as those of client 0 ({ys[0].dtype})."
+                        f" Got {y.dtype}."
+                    )
+                if len(x) != len(y):
+                    raise DataError(
+                        f"Data: client {i} must have as many labels as examples. Got {len(x)} and {len(y)}."
+                    )
+                if xs and x.shape[1:] != xs[0].shape[1:]:
+                    raise DataError(
+                        f"Data: examples of client {i} must have shape {tuple(xs[0].shape[1:])} like those of the other"
+                        f" clients. Got {tuple(x.shape[1:])}."
+                    )
+                rows = np.arange(start, start + len(x), dtype=np.int64)
+                start += len(x)
+                xs.append(x)
+                ys.append(y)
+                if part == "test":
+                    held.append(rows)
+                else:
+                    a, b, c = split(rows, i, seed, test_fraction if test is None else 0.0, validation_fraction)
+                    train.append(a)
+                    valid.append(b)
+                    if test is None:
+                        held.append(c)
+        x, y = torch.cat(xs), torch.cat(ys)
+        if x.dtype in (torch.uint8, torch.bool, torch.float64):  # other integers are tokens or ids and stay
+            x = x.float()
+        if y.is_floating_point():
+            classes = None
+        elif classes is None:
+            classes = max(1, int(y.max()) + 1)
+        return FederatedData(
+            x=x,
+            y=y if y.is_floating_point() else y.long(),
+            train=train,
+            test=held,
+            validation=valid,
+            classes=classes,
+            groups=None if groups is None else torch.as_tensor(groups),
+        )
+
+
+def _tensor(value: Tensor | NDArray[np.generic], client: int, what: str) -> Tensor:
+    """A tensor with one row per example, or a sentence that names the client."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"Data: {what} of client {client} must be an array of numbers. Got: {error}.") from None
+    if tensor.ndim == 0 or tensor.is_complex():
+        raise DataError(
+            f"Data: {what} of client {client} must be an array of real numbers, one row per example."
+            f" Got {tensor.dtype} of shape {tuple(tensor.shape)}."
+        )
+    return tensor
+
+
+def split(
+    rows: Index, client: int, seed: int, test_fraction: float = 0.25, validation_fraction: float = 0.0
+) -> tuple[Index, Index, Index]:
+    """Split one client's rows into train, validation, test by a shuffle keyed by (seed, client).
+
+    One example is always left for training, and of two or more at least one is for testing (if a test is wanted).
+    """
+    if test_fraction == 0 and validation_fraction == 0:
+        return rows, rows[:0], rows[:0]
+    rows = generator(seed, "split", client).permutation(rows)
+    n = len(rows)
+    n_test = min(round(n * test_fraction), max(0, n - 1))
+    if test_fraction > 0 and n >= 2:
+        n_test = max(1, n_test)
+    n_valid = min(round(n * validation_fraction), max(0, n - 1 - n_test))
+    n_train = n - n_test - n_valid
+    return rows[:n_train], rows[n_train : n_train + n_valid], rows[n_train + n_valid :]
+
+
+def check(data: FederatedData) -> None:
+    """Refuse data that cannot be trained on, naming the client and the value.
+
+    Raises:
+        DataError: for non-finite inputs, labels outside 0..classes−1, rows outside the pool, or clients without
+            any training example.
+    """
+    n = len(data.x)
+    if len(data.y) != n:
+        raise DataError(f"Data: the pool must have as many labels as examples. Got {n} and {len(data.y)}.")
+    if not data.train:
+        raise DataError("Data: there must be at least one client. Got none.")
+    if len(data.test) != len(data.train):
+        raise DataError(f"Data: every client needs a test part. Got {len(data.test)} for {len(data.train)} clients.")
+    for name, count in (
+        ("validation", len(data.validation)),
+        ("names", len(data.names) or len(data.train)),
+        ("groups", len(data.train) if data.groups is None else len(data.groups)),
+    ):
+        if count != len(data.train):
+            raise DataError(f"Data: {name} must have one entry per client ({len(data.train)}). Got {count}.")
+    if data.classes is not None and data.classes < 1:
+        raise DataError(f"Data: classes must be at least 1. Got {data.classes}.")
+    if data.relabel is not None and tuple(data.relabel.shape) != (len(data.train), data.classes):
+        raise DataError(
+            f"Data: relabel must have shape (clients, classes) = {(len(data.train), data.classes)}."
+            f" Got {tuple(data.relabel.shape)}."
+        )
+    owner = np.full(n, -1, np.int64)
+    for i, parts in enumerate(zip(data.train, data.test, data.validation)):
+        if len(parts[0]) == 0:
+            raise DataError(
+                f"Data: client {i} has no training examples. Remove it, or raise min_samples in [partition]."
+            )
+        for rows in parts:
+            if len(rows) and (rows.min() < 0 or rows.max() >= n):
+                raise DataError(f"Data: rows of client {i} must lie in 0..{n - 1}. Got {rows.min()}..{rows.max()}.")
+            owner[rows] = i
+    if data.x.is_floating_point():
+        flat = data.x.reshape(n, -1)
+        # Summing first is one cheap pass; only a non-finite sum needs the search for the culprit.
+        if not bool(torch.isfinite(flat.sum())):
+            bad = (~torch.isfinite(flat).all(1)).nonzero()
+            if len(bad):
+                e = int(bad[0])
+                raise DataError(
+                    f"Data: features must be finite. Got NaN or infinity in {len(bad)} example(s), first in pool row"
+                    f" {e} of client {owner[e]}. Clean or drop them."
+                )
+    if data.classes is not None:
+        if data.y.is_floating_point():
+            raise DataError(f"Data: class labels must be integers. Got {data.y.dtype}.")
+        bad = ((data.y < 0) | (data.y >= data.classes)).nonzero()
+        if len(bad) and data.y.ndim == 1:
+            e = int(bad[0])
+            raise DataError(
+                f"Data: labels must lie in 0..{data.classes - 1}. Got {int(data.y[e])} in pool row {e} of client"
+                f" {owner[e]}."
+            )
+    elif data.y.is_floating_point() and not bool(torch.isfinite(data.y).all()):
+        e = int((~torch.isfinite(data.y.reshape(n, -1)).all(1)).nonzero()[0])
+        raise DataError(f"Data: targets must be finite. Got NaN or infinity in pool row {e} of client {owner[e]}.")

@@ -1,0 +1,73 @@
+"""Summaries of per-client results: mean, weighted mean, spread, the worst tenth, last and best rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def per_client(sums: Mapping[str, Floats]) -> dict[str, list[float | None]]:
+    """Means per client from sums and counts (`n`); None for a client without held-out examples."""
+    n = np.asarray(sums["n"], np.float64)
+    out: dict[str, list[float | None]] = {"n": [int(c) for c in n]}
+    for name, total in sums.items():
+        if name == "n":
+            continue
+        out[name] = [float(s / c) if c > 0 else None for s, c in zip(np.asarray(total, np.float64), n)]
+        if name == "squared_error":
+            out["rmse"] = [None if v is None else float(np.sqrt(v)) for v in out[name]]
+    return out
+
+
+def summary(values: Sequence[float | None], n: Sequence[float]) -> dict[str, float]:
+    """Mean over clients, mean weighted by held-out examples, standard deviation and 10th percentile over clients."""
+    kept = [(v, w) for v, w in zip(values, n) if v is not None]
+    if not kept:
+        return {}
+    v, w = np.array([a for a, _ in kept]), np.array([b for _, b in kept], np.float64)
+    return {
+        "mean": float(v.mean()),
+        "weighted": float((v * w).sum() / w.sum()),
+        "std": float(v.std()),
+        "p10": float(np.percentile(v, 10)),
+    }
+
+
+def summarise(clients: Mapping[str, Sequence[float | None]]) -> dict[str, dict[str, float]]:
+    """`summary` of every measure."""
+    n = [c or 0.0 for c in clients["n"]]
+    return {name: summary(values, n) for name, values in clients.items() if name != "n"}
+
+
+def curve(lines: Sequence[Mapping[str, Any]], measure: str = "accuracy", of: str = "mean") -> list[tuple[int, float]]:
+    """(round, value) of every evaluated round."""
+    return [(line["round"], line[measure][of]) for line in lines if line.get(measure)]
+
+
+def last(lines: Sequence[Mapping[str, Any]], k: int = 5, measure: str = "accuracy") -> float | None:
+    """Mean of the last k evaluations (the protocol `last5`)."""
+    values = [v for _, v in curve(lines, measure)][-k:]
+    return float(np.mean(values)) if values else None
+
+
+def best(lines: Sequence[Mapping[str, Any]], measure: str = "accuracy") -> float | None:
+    """The best evaluation over rounds (the protocol `best`)."""
+    return max((v for _, v in curve(lines, measure)), default=None)
+
+
+def to_target(lines: Sequence[Mapping[str, Any]], target: float, measure: str = "accuracy") -> dict[str, Any] | None:
+    """Round, bytes sent (both ways) and seconds when the mean first reaches a target; None if it never does."""
+    up = down = 0
+    seconds = 0.0
+    for line in lines:
+        up += line["bytes"]["up"]
+        down += line["bytes"]["down"] + line["bytes"].get("announce", 0)
+        seconds += line["seconds"]
+        if line.get(measure) and line[measure]["mean"] >= target:
+            return {"round": line["round"], "up": up, "down": down, "seconds": seconds}
+    return None

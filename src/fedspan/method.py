@@ -1,0 +1,305 @@
+"""What a method is: a frozen dataclass whose fields are its hyper-parameters, with a few pure functions.
+
+`client_update` is written for one client. The simulator maps it over the clients of a round, a deployed node calls it
+for its own client; what it returns is exactly what is kept and what is sent.
+
+A whole method, for example one common mean of all labels:
+
+>>> import torch
+>>> from dataclasses import dataclass
+>>> from fedspan.method import Down, Method, Sent
+>>> @dataclass(frozen=True, kw_only=True)
+... class MeanLabel(Method):
+...     def init_server(self, task, federation):
+...         return {"m": torch.zeros(())}
+...     def download(self, server, ids, capacity, round):
+...         return Down(shared={"m": server["m"]})
+...     def client_update(self, task, client, down, visit):
+...         y = visit["train"].whole().y.double().mean()
+...         return client, Sent(weight=visit.examples, mean={"m": y})
+...     def server_update(self, server, round):
+...         return {"m": round.mean["m"]}
+...     def personal(self, task, client, down, visit):
+...         return {"m": down["m"]}
+>>> MeanLabel().weight
+'samples'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.batches import All, Amount, Batches, Epochs
+from fedspan.errors import ConfigError
+from fedspan.local import Loss, adamw, sgd
+from fedspan.task import Task
+from fedspan.tree import EMPTY, Params, Tree
+from fedspan.wire import Codec
+
+Capacity: TypeAlias = Hashable
+"""What a device can afford (a rank ratio, a layer set, an architecture). Clients of one capacity share all shapes."""
+
+
+class Down(NamedTuple):
+    """What the server sends: one copy for all, and rows of which row k goes to client `ids[k]` alone."""
+
+    shared: Tree = EMPTY
+    own: Tree = EMPTY
+
+
+class Sent(NamedTuple):
+    """What a client sends."""
+
+    weight: Tensor
+    """n_k, 1, or the method's own scalar, as `Method.weight` declares."""
+    mean: Tree = EMPTY
+    """The server needs only a weighted mean of this."""
+    each: Tree = EMPTY
+    """The server needs every client's own copy: likeness, clustering. Sent in the clear."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a client knows in a round besides its state and the download. `visit["train"]` is a stream of batches."""
+
+    round: Tensor
+    key: Tensor
+    examples: Tensor
+    clients: int
+    batches: Mapping[str, Batches]
+    common: Tree = field(default_factory=dict)
+
+    def __getitem__(self, stream: str) -> Batches:
+        return self.batches[stream]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the server holds after a round: who answered, their registered sizes, the mean and the single uploads."""
+
+    round: int
+    ids: Tensor
+    n: Tensor
+    weights: Tensor
+    mean: Tree
+    each: Tree
+    missing: Tensor
+
+
+@dataclass(frozen=True)
+class Federation:
+    """What the server knows of the federation before the first round."""
+
+    clients: int
+    seed: int
+    capacities: tuple[Capacity, ...] = ()
+    groups: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Who:
+    """One client: its number, what it can afford, and a key of its own."""
+
+    id: int
+    capacity: Capacity
+    key: Tensor
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of all methods: the functions every method has, with the defaults most of them want."""
+
+    family: ClassVar[str] = "baseline"
+    paper: ClassVar[str] = ""
+    needs_groups: ClassVar[bool] = False
+
+    @property
+    def weight(self) -> Literal["samples", "one", "own"]:
+        """How uploads are weighted: by examples, all alike, or by a scalar of the method's own."""
+        return "samples"
+
+    @property
+    def weight_bound(self) -> float:
+        """The largest weight of the method's own that the server accepts."""
+        return 1e12
+
+    def plan(self) -> Mapping[str, Amount]:
+        """The minibatch streams a visit brings."""
+        return {"train": Epochs()}
+
+    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
+        """The streams `personal` wants when the model is used; none for methods that only read."""
+        return {}
+
+    def model(self, task: Task, capacity: Capacity) -> Task:
+        """The task as this method trains it: here layers are converted to structured ones."""
+        return task
+
+    def capacity_of(self, client: int) -> Capacity:
+        """What a client can afford; None where all are alike."""
+        return None
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        """The server's state before the first round."""
+        raise TypeError(f"{type(self).__name__}: init_server must be defined.")
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        """One client's private state before its first round; it never leaves the client."""
+        return {}
+
+    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        """What clients `ids`, all of one capacity, receive."""
+        raise TypeError(f"{type(self).__name__}: download must be defined.")
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        """One client's round: what it keeps and what it sends."""
+        raise TypeError(f"{type(self).__name__}: client_update must be defined.")
+
+    def lift(self, mean: Tree, server: Tree, capacity: Capacity) -> Tree:
+        """Applied on the server to each decoded upload before averaging: to one shape for all capacities."""
+        return mean
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        """The server's state after a round."""
+        raise TypeError(f"{type(self).__name__}: server_update must be defined.")
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        """The weights a client predicts with; may fit on the streams of `personal_plan`."""
+        raise TypeError(f"{type(self).__name__}: personal must be defined.")
+
+    def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
+        """Outputs for inputs `x` from what `personal` returned."""
+        return task.predict(personal, x)
+
+    def codecs(self, round: int) -> Mapping[str, Codec]:
+        """How named parts of the payload are written on the wire, both ways; what is not named travels as it is."""
+        return {}
+
+    # ---- state that every client holds without being sent it each round (a frozen base model, for example)
+
+    def common(self, task: Task, federation: Federation) -> Tree:
+        """What every client holds identically from the start."""
+        return {}
+
+    def announce(self, server: Tree, round: int) -> Tree | None:
+        """News for all clients after a round, sampled or not."""
+        return None
+
+    def hear(self, common: Tree, news: Tree) -> Tree:
+        """The common state after the news."""
+        return common
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Method):
+    """A method whose clients train by gradient steps: step size, momentum, weight decay, optimiser."""
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+
+    def __post_init__(self) -> None:
+        self.require("lr", 0.0, allow_zero=True)
+        self.require("momentum", 0.0, 1.0, allow_zero=True)
+        self.require("weight_decay", 0.0, allow_zero=True)
+        self.one_of("optimizer", "sgd", "adamw")
+        if self.optimizer == "adamw" and self.momentum:
+            raise ConfigError(f"{type(self).__name__}: momentum must be 0 with optimizer 'adamw'. Got {self.momentum}.")
+
+    def fit(self, loss: Loss, params: Tree, batches: Batches, lr: float | None = None) -> Tree:
+        """Train `params` on a stream with the method's optimiser; it starts anew each time."""
+        lr = self.lr if lr is None else lr
+        if self.optimizer == "adamw":
+            return adamw(loss, params, batches, lr, weight_decay=self.weight_decay)
+        return sgd(loss, params, batches, lr, momentum=self.momentum, weight_decay=self.weight_decay)
+
+    def require(self, name: str, low: float, high: float = float("inf"), *, allow_zero: bool = False) -> None:
+        """Check that a field is a finite number above (or at, if zero is allowed) `low` and below `high`."""
+        value = getattr(self, name)
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and value == value and value < high
+        if not ok or (value < low if allow_zero else value <= low):
+            limit = f"{'>=' if allow_zero else '>'} {low:g}" + (f" and < {high:g}" if high != float("inf") else "")
+            raise ConfigError(f"{type(self).__name__}: {name} must be a finite number {limit}. Got {value!r}.")
+
+    def count(self, name: str, low: int = 0) -> None:
+        """Check that a field is an integer of at least `low`."""
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ConfigError(f"{type(self).__name__}: {name} must be an integer >= {low}. Got {value!r}.")
+
+    def one_of(self, name: str, *allowed: str) -> None:
+        """Check that a field is one of some words."""
+        value = getattr(self, name)
+        if value not in allowed:
+            words = ", ".join(repr(a) for a in allowed)
+            raise ConfigError(f"{type(self).__name__}: {name} must be one of {words}. Got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging(Training):
+    """A method that averages uploads: by examples or all alike, with the head kept private or not."""
+
+    weighting: Literal["samples", "uniform"] = "samples"
+    private_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.one_of("weighting", "samples", "uniform")
+
+    @property
+    def weight(self) -> Literal["samples", "one", "own"]:
+        return "samples" if self.weighting == "samples" else "one"
+
+    def weigh(self, visit: Visit) -> Tensor:
+        """This client's weight in the mean."""
+        return visit.examples if self.weighting == "samples" else torch.ones_like(visit.examples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing(Averaging):
+    """One tree `theta` is averaged, the rest `h` stays on the client; a method says how they are trained."""
+
+    local_stats: ClassVar[bool] = True
+    """Whether running statistics of batch normalisation stay on the client, re-estimated before use."""
+
+    def private(self, task: Task) -> list[str]:
+        """Names of the parameters that stay on the client."""
+        return task.need_head() if self.private_head else []
+
+    def split(self, task: Task, params: Params) -> tuple[Params, Params]:
+        """What is shared and what stays at home."""
+        mine = [*self.private(task), *(task.stats if self.local_stats else ())]
+        return tree.without(params, mine), tree.select(params, mine)
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        """The shared part of the common start."""
+        return {"theta": self.split(task, task.init())[0]}
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        """The private part of the common start."""
+        return {"h": self.split(task, task.init())[1]}
+
+    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        """The shared part."""
+        return Down(shared={"theta": server["theta"]})
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        """The weighted mean."""
+        return {"theta": round.mean["theta"]}
+
+    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
+        """One pass over the training data where statistics must be re-estimated."""
+        return {"all": All()} if task.stats and self.local_stats else {}
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        """Shared and private part together."""
+        params = down["theta"] | client["h"]
+        return task.estimate_statistics(params, visit["all"]) if "all" in visit.batches else params

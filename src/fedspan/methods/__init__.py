@@ -1,0 +1,49 @@
+"""The registry: one line per method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedspan.config_types import build_dataclass
+from fedspan.errors import ConfigError, nearest
+from fedspan.method import Method
+from fedspan.methods.ditto import Ditto
+from fedspan.methods.fedavg import FedAvg, FedProx
+from fedspan.methods.fedbabu import FedBabu
+from fedspan.methods.fedper import FedPer, LgFedAvg
+from fedspan.methods.fedrep import FedRep
+from fedspan.methods.local import Local
+from fedspan.methods.oracle import Oracle
+from fedspan.methods.pfl_mf import PflMf
+
+METHODS: dict[str, type[Method]] = {
+    "local": Local,
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "fedper": FedPer,
+    "fedrep": FedRep,
+    "fedbabu": FedBabu,
+    "lg-fedavg": LgFedAvg,
+    "ditto": Ditto,
+    "oracle": Oracle,
+    "pfl-mf": PflMf,
+}
+
+
+def make(name: str, **fields: Any) -> Method:
+    """The method of that name with these fields.
+
+    Raises:
+        ConfigError: for an unknown name or field, or a value that does not fit.
+    """
+    if name not in METHODS:
+        raise ConfigError(f"Method: unknown method '{name}'.{nearest(name, METHODS)}")
+    return build_dataclass(METHODS[name], fields, f"Method {name}")
+
+
+def name_of(method: Method) -> str:
+    """The registered name, or the class name of a method that is not registered."""
+    return next((k for k, c in METHODS.items() if type(method) is c), type(method).__name__)
+
+
+__all__ = ["METHODS", "Ditto", "FedAvg", "FedBabu", "FedPer", "FedProx", "FedRep", "LgFedAvg", "Local", "Oracle", "PflMf", "make", "name_of"]

@@ -1,0 +1,56 @@
+"""Ditto: a global model by FedAvg, and a personal one held near it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedspan.batches import Amount, Batch, Epochs
+from fedspan.method import Sent, Sharing, Visit, Who
+from fedspan.task import Task
+from fedspan.tree import Params, Tensor, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ditto(Sharing):
+    """Ditto. Li et al., ICML 2021, Algorithm 1.
+
+    Symbols: theta = the global model w, v = the personal model of client k, lam = λ.
+    v minimises F_k(v) + λ/2 ‖v − w^t‖² for `personal_epochs` on the same batches. Kept: v (and h, the private head of the
+    global model if `private_head`). Sent: theta.
+    """
+
+    paper: ClassVar[str] = "Li et al., ICML 2021"
+    lam: float = 1.0
+    personal_epochs: int = 1
+    lr_personal: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("lam", 0.0, allow_zero=True)
+        self.count("personal_epochs")
+        if self.lr_personal is not None:
+            self.require("lr_personal", 0.0, allow_zero=True)
+
+    def plan(self) -> Mapping[str, Amount]:
+        return {"train": Epochs(), "personal": Epochs(self.personal_epochs)}
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        return {**super().init_client(task, who), "v": task.init()}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        w: Params = down["theta"]
+        theta, h = self.split(task, self.fit(task.loss, w | client["h"], visit["train"]))
+        pulled = [k for k in w if k in set(task.names)]
+
+        def near(v: Params, batch: Batch) -> Tensor:
+            far = sum((v[k] - w[k]).square().sum() for k in pulled)
+            return task.loss(v, batch) + self.lam / 2 * far * batch.live  # h_k(v; w^t), eq. (Ditto)
+
+        v = self.fit(near, client["v"], visit["personal"], self.lr_personal)
+        return {"h": h, "v": v}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        v: Tree = client["v"]
+        return v

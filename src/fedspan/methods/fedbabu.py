@@ -1,0 +1,55 @@
+"""FedBABU: the body is trained under one fixed head; heads are fitted when the model is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from fedspan import tree
+from fedspan.batches import Amount, Epochs
+from fedspan.method import Sent, Sharing, Visit
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedBabu(Sharing):
+    """FedBABU. Oh et al., ICLR 2022, Algorithm 1.
+
+    Symbols: theta = the body, trained and averaged; the head stays at the common start, the same on all clients and at
+    all rounds. Before use, each client fine-tunes `finetune` (all, head or body) for `finetune_epochs`; the result is
+    used and thrown away. Kept: running statistics only. Sent: theta.
+    """
+
+    paper: ClassVar[str] = "Oh et al., ICLR 2022"
+    finetune_epochs: int = 5
+    finetune: Literal["all", "head", "body"] = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("finetune_epochs")
+        self.one_of("finetune", "all", "head", "body")
+
+    def private(self, task: Task) -> list[str]:
+        """The head is never sent."""
+        return task.need_head()
+
+    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
+        return {**super().personal_plan(task), "finetune": Epochs(self.finetune_epochs)}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        head, own = self._parts(task, client)
+        body = self.fit(lambda p, b: task.loss(p | head, b), down["theta"] | own, visit["train"])
+        theta, h = self.split(task, body)
+        return {"h": head | h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        params = super().personal(task, client, down, visit)
+        moving = {"all": task.names, "head": task.head, "body": task.body}[self.finetune]
+        still = tree.without(params, [*moving, *task.stats])
+        tuned = self.fit(lambda p, b: task.loss(still | p, b), tree.without(params, still), visit["finetune"])
+        return still | tuned
+
+    def _parts(self, task: Task, client: Tree) -> tuple[Params, Params]:
+        return tree.select(client["h"], task.head), tree.without(client["h"], task.head)

@@ -1,0 +1,61 @@
+"""FedPer and LG-FedAvg: some layers are shared, the others stay at home, all are trained together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedspan.errors import ConfigError
+from fedspan.method import Sent, Sharing, Visit
+from fedspan.task import Task
+from fedspan.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedPer(Sharing):
+    """FedPer. Arivazhagan et al., 2019, Algorithms 1 and 2.
+
+    Symbols: theta = base layers W_B, h = personalisation layers W_P of client j: the head, or the parameters whose names
+    start with one of `personal_layers`. Kept: h. Sent: theta.
+    """
+
+    paper: ClassVar[str] = "Arivazhagan et al., 2019"
+    private_head: bool = True
+    personal_layers: tuple[str, ...] = ()
+
+    def private(self, task: Task) -> list[str]:
+        """The head, or the layers named."""
+        if not self.personal_layers:
+            return super().private(task)
+        names = [k for k in task.names if k.startswith(self.personal_layers)]
+        if not names:
+            raise ConfigError(
+                f"FedPer: personal_layers must begin the name of a parameter. Got {list(self.personal_layers)};"
+                f" the model has {', '.join(task.names)}."
+            )
+        return names
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        both = self.fit(task.loss, down["theta"] | client["h"], visit["train"])  # SGD on (W_B, W_Pj), Algorithm 1
+        theta, h = self.split(task, both)
+        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LgFedAvg(FedPer):
+    """LG-FedAvg. Liang et al., 2020, Algorithm 1.
+
+    The complement of FedPer: every client keeps its own representation, the head is shared.
+    Symbols: theta = global head, h = local representation layers. Kept: h. Sent: theta.
+    The paper starts from a model trained by FedAvg; here training starts from the common initialisation.
+    """
+
+    paper: ClassVar[str] = "Liang et al., 2020"
+    private_head: bool = False
+
+    def private(self, task: Task) -> list[str]:
+        """The body, or the layers named."""
+        if self.personal_layers:
+            return super().private(task)
+        head = set(task.need_head())
+        return [k for k in task.names if k not in head]

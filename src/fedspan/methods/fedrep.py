@@ -1,0 +1,43 @@
+"""FedRep: head first, then body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from fedspan.batches import Amount, Epochs
+from fedspan.method import Sent, Sharing, Visit
+from fedspan.task import Task
+from fedspan.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRep(Sharing):
+    """FedRep. Collins et al., ICML 2021, Algorithm 1.
+
+    Symbols: theta = shared representation φ, h = the private head h_i. Kept: h. Sent: theta.
+    The head is trained for `head_epochs` with φ fixed, then φ for `body_epochs` (default: the run's epochs) with the
+    head fixed; what is fixed is not touched by momentum or weight decay.
+    """
+
+    paper: ClassVar[str] = "Collins et al., ICML 2021"
+    private_head: bool = True
+    weighting: Literal["samples", "uniform"] = "uniform"
+    head_epochs: int = 10
+    body_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("head_epochs")
+        if self.body_epochs is not None:
+            self.count("body_epochs")
+
+    def plan(self) -> Mapping[str, Amount]:
+        return {"head": Epochs(self.head_epochs), "body": Epochs(self.body_epochs)}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        phi, h = down["theta"], client["h"]
+        h = self.fit(lambda h, b: task.loss(phi | h, b), h, visit["head"])  # h_i ← GRD(f_i(h, φ^t), h), lines 7-9
+        phi = self.fit(lambda phi, b: task.loss(phi | h, b), phi, visit["body"])  # φ_i ← GRD(f_i(h_i, φ), φ), line 10
+        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": phi})

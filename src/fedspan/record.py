@@ -1,0 +1,162 @@
+"""Everything of a run that changes from round to round: kept in memory, saved, and found again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedspan import tree
+from fedspan.checkpoint import RunDirectory
+from fedspan.engine import Engine
+from fedspan.method import Capacity, Federation, Who
+from fedspan.methods import name_of
+from fedspan.randomness import key
+from fedspan.settings import Settings
+from fedspan.store import ClientStore
+from fedspan.tree import Tree
+
+
+@dataclass
+class Progress:
+    """What has been done so far, as numbers."""
+
+    round: int = 0
+    totals: Counter[str] = field(default_factory=Counter)  # bytes by direction
+    names: Counter[str] = field(default_factory=Counter)  # bytes by direction and name
+    seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "evaluate": 0.0})
+    halvings: int = 0
+    start_norm: float = 0.0
+    last_norm: float = 0.0
+
+
+class Record:
+    """The state of a run: server, common and client state, progress and metrics; on disk if there is a directory."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        federation: Federation,
+        settings: Settings,
+        *,
+        config: dict[str, Any],
+        out: Path | None,
+        fresh: bool,
+        read_only: bool = False,
+    ) -> None:
+        self.settings, self.out, self.federation, self.read_only = settings, out, federation, read_only
+        self.capacities: list[Capacity] = sorted(set(federation.capacities), key=str)
+        self.messages: list[str] = []
+        self.lines: list[dict[str, Any]] = []
+        self.directory: RunDirectory | None = None
+        loaded = None
+        if out is not None:
+            identity = {"config": config, "train": settings.deciding(), "seed": engine.seed, "mapping": engine.mapping}
+            identity |= {"method": {"name": name_of(engine.method), **asdict(engine.method)}}
+            self.directory = RunDirectory(out / "checkpoints", flat(identity), read_only=read_only)
+            loaded = self.directory.load(fresh=fresh)
+            self.messages += self.directory.warnings
+        self.stores = {c: self._store(engine, c) for c in self.capacities}
+        if loaded is None:
+            first = engine.model(self.capacities[0])
+            self.server: Tree = engine.method.init_server(first, federation)
+            self.common: Tree = engine.method.common(first, federation)
+            norm = math.sqrt(float(tree.squared_norm(self.server)))
+            self.progress = Progress(start_norm=norm, last_norm=norm)
+            if out is not None and not read_only:
+                (out / "metrics.jsonl").write_text("")
+                (out / "result.json").unlink(missing_ok=True)
+        else:
+            for c, rows in zip(self.capacities, loaded.rows):
+                self.stores[c].restore(rows)
+            self.server, self.common = loaded.server["server"], loaded.server["common"]
+            e = dict(loaded.extra)
+            e |= {"totals": Counter(e["totals"]), "names": Counter(e["names"])}
+            self.progress = Progress(round=loaded.round, **e)
+            self.lines = self._cut_metrics(loaded.metrics_length)
+        self._saved_at = time.monotonic()
+        self._written = len(self.lines)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether rounds of an earlier process were found."""
+        return self.directory is not None and self.progress.round > 0
+
+    def save(self, force: bool = False) -> None:
+        """Append metrics; write a checkpoint every `checkpoint_every` rounds, but not more often than the clock says."""
+        if self.directory is None or self.out is None or self.read_only:
+            return
+        with open(self.out / "metrics.jsonl", "a") as f:
+            f.writelines(json.dumps(line, allow_nan=False) + "\n" for line in self.lines[self._written :])
+            self._written = len(self.lines)
+            early = time.monotonic() - self._saved_at < self.settings.checkpoint_seconds
+            if not force and (early or self.progress.round % self.settings.checkpoint_every):
+                return
+            f.flush()
+            os.fsync(f.fileno())
+            length = f.tell()
+        p = dict(vars(self.progress))
+        done = p.pop("round")
+        state = {"server": self.server, "common": self.common}
+        self.directory.save(done, state, [self.stores[c] for c in self.capacities], p, length)
+        self._saved_at = time.monotonic()
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        if self.directory is not None:
+            self.directory.close()
+
+    def row(self, client: int) -> Tree:
+        """One client's private state."""
+        return self.stores[self.federation.capacities[client]].row(client)
+
+    def digest(self) -> str:
+        """SHA-256 of the server's and every client's state."""
+        rows = {str(i): self.row(i) for i in range(self.federation.clients)}
+        return tree.digest({"server": self.server, "common": self.common, "clients": rows})
+
+    def _store(self, engine: Engine, capacity: Capacity) -> ClientStore:
+        members = [i for i, c in enumerate(self.federation.capacities) if c == capacity]
+        task = engine.model(capacity)
+
+        def begin(i: int) -> Tree:
+            return engine.method.init_client(task, Who(i, capacity, key(engine.seed, "client", i), engine.seed))
+
+        directory = None if self.directory is None or self.read_only else self.directory.path
+        return ClientStore(begin, members, self.settings.memory_mb << 20, directory)
+
+    def _cut_metrics(self, length: int) -> list[dict[str, Any]]:
+        """The metrics of the rounds that are in the checkpoint; later lines belong to rounds that will be repeated."""
+        assert self.out is not None
+        path = self.out / "metrics.jsonl"
+        data = path.read_bytes() if path.exists() else b""
+        lines = []
+        for line in data[:length].decode(errors="replace").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        if len(data) < length or len(lines) < self.progress.round:
+            self.messages.append(
+                f"Metrics: {path} holds {len(lines)} of {self.progress.round} rounds; the curve of this run is incomplete."
+            )
+        if not self.read_only and len(data) != length:
+            with open(path, "r+b" if path.exists() else "wb") as f:
+                f.truncate(min(length, len(data)))
+        return lines
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dict with dotted keys."""
+    out: dict[str, Any] = {}
+    for k, v in values.items():
+        if isinstance(v, dict):
+            out |= flat(v, f"{prefix}{k}.")
+        else:
+            out[prefix + k] = list(v) if isinstance(v, tuple) else v
+    return out

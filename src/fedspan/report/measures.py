@@ -1,0 +1,176 @@
+"""What is read off runs: the measure they report, its value per run and client, and its way over the rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fedspan.report.runs import Group, Run
+from fedspan.report.text import clean, number
+
+Axis = Literal["round", "bytes", "seconds"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that says how well a client is served."""
+
+    name: str
+    percent: bool
+    higher: bool  # whether a higher value is better
+
+    @property
+    def title(self) -> str:
+        """Its name in a heading."""
+        return f"{self.name} %" if self.percent else ("RMSE" if self.name == "rmse" else self.name)
+
+    def text(self, value: float | None) -> str:
+        """A value as shown to a person: percent with two decimals, or four digits."""
+        if value is None:
+            return "n/a"
+        return f"{100 * value:.2f}" if self.percent else f"{value:.4g}"
+
+    def phrase(self, value: float | None) -> str:
+        """A value inside a sentence, with its unit."""
+        return f"{self.text(value)} %" if self.percent else f"{self.name} {self.text(value)}"
+
+    def gap(self, value: float) -> str:
+        """A difference inside a sentence."""
+        return f"{100 * value:.2f} points" if self.percent else f"{value:.4g}"
+
+    def gain(self, a: float, b: float) -> float:
+        """How much better `a` is than `b`; negative if worse."""
+        return a - b if self.higher else b - a
+
+
+ACCURACY = Measure("accuracy", percent=True, higher=True)
+
+
+def measure_of(runs: Sequence[Run]) -> Measure:
+    """The measure all tables and figures show: accuracy where there is one, else RMSE, else loss."""
+    for name in ("accuracy", "rmse", "loss"):
+        if any(number(_summary(run, name).get("mean")) is not None for run in runs):
+            return ACCURACY if name == "accuracy" else Measure(name, percent=False, higher=False)
+    return ACCURACY
+
+
+def value(run: Run, measure: Measure, of: str = "mean") -> float | None:
+    """A summary over the run's clients: `mean`, `std`, `weighted`, or `worst` (the tenth percentile from below)."""
+    if of != "worst":
+        return number(_summary(run, measure.name).get(of))
+    if measure.higher:
+        return number(_summary(run, measure.name).get("p10"))
+    values = [c.value for c in clients(run, measure)]
+    return float(np.percentile(values, 90)) if values else None
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client's final value."""
+
+    index: int
+    name: str
+    group: int | None
+    examples: float | None
+    seed: int
+    value: float
+
+
+def clients(run: Run, measure: Measure) -> list[Client]:
+    """The clients that have a value, in the order of the file."""
+    columns = run.result["per_client"]
+    values, counts, ids = (_list(columns.get(k)) for k in (measure.name, "n", "id"))
+    names, groups = _list(run.result.get("names")), _list(run.result.get("groups"))
+    out = []
+    for k, v in enumerate(number(v) for v in values):
+        if v is None:
+            continue
+        at = number(ids[k]) if k < len(ids) else None
+        index = k if at is None else int(at)
+        known = 0 <= index < len(names)
+        in_group = number(groups[index]) if 0 <= index < len(groups) else None
+        out.append(
+            Client(
+                index,
+                clean(str(names[index])) if known else str(index),
+                None if in_group is None else int(in_group),
+                number(counts[k]) if k < len(counts) else None,
+                run.seed,
+                v,
+            )
+        )
+    return out
+
+
+def alone(run: Run, other: Run, measure: Measure) -> dict[int, float] | None:
+    """`other`'s value per client, if both runs deal with the same clients under the same seed."""
+    mine, theirs = clients(run, measure), clients(other, measure)
+    if run.seed != other.seed or [(c.index, c.name, c.examples) for c in mine] != [
+        (c.index, c.name, c.examples) for c in theirs
+    ]:
+        return None
+    return {c.index: c.value for c in theirs}
+
+
+def points(run: Run, measure: Measure, x: Axis) -> list[tuple[int, float, float]]:
+    """(round, x, value) of every evaluated round; x is the round, or what has been spent so far in MB or seconds."""
+    out = []
+    sent = seconds = 0.0
+    for line in run.lines:
+        sent += sum(number(line["bytes"].get(k)) or 0.0 for k in ("up", "down", "announce"))
+        seconds += number(line.get("seconds")) or 0.0
+        found = line.get(measure.name)
+        y = number(found.get("mean")) if isinstance(found, dict) else None
+        if y is not None:
+            at = {"round": float(line["round"]), "bytes": sent / 1e6, "seconds": seconds}[x]
+            out.append((int(line["round"]), at, y))
+    last = value(run, measure)
+    # A resumed run evaluates once more at the end without a line of its own.
+    if last is not None and run.lines and (not out or out[-1][0] < run.rounds):
+        out.append((run.rounds, {"round": float(run.rounds), "bytes": sent / 1e6, "seconds": seconds}[x], last))
+    return out
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The mean over seeds at the rounds all of them evaluated, and the standard deviation if there are several."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    spread: list[float] | None
+
+
+def curve_of(group: Group, measure: Measure, x: Axis) -> Curve:
+    """A group's way over the rounds."""
+    each = [{r: (at, y) for r, at, y in points(run, measure, x)} for run in group.runs]
+    rounds = sorted(set.intersection(*(set(e) for e in each)))
+    xs = [float(np.mean([e[r][0] for e in each])) for r in rounds]
+    ys = [float(np.mean([e[r][1] for e in each])) for r in rounds]
+    spread = [float(np.std([e[r][1] for e in each], ddof=1)) for r in rounds] if len(each) > 1 else None
+    return Curve(group.label, xs, ys, spread)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """The mean of the values there are."""
+    kept = [v for v in values if v is not None]
+    return math.fsum(kept) / len(kept) if kept else None
+
+
+def deviation(values: Sequence[float | None]) -> float | None:
+    """The sample standard deviation (n - 1) of the values there are; None below two."""
+    kept = [v for v in values if v is not None]
+    return float(np.std(kept, ddof=1)) if len(kept) > 1 else None
+
+
+def _summary(run: Run, name: str) -> dict[str, Any]:
+    found = run.result["measures"].get(name) or (run.result.get("accuracy") if name == "accuracy" else None)
+    return found if isinstance(found, dict) else {}
+
+
+def _list(column: Any) -> list[Any]:
+    return column if isinstance(column, list) else []

@@ -1,0 +1,228 @@
+"""One row per method or setting, as Markdown, CSV, LaTeX, or a table for the terminal."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedspan.report.measures import Measure, deviation, mean, measure_of, value
+from fedspan.report.runs import Run, group
+from fedspan.report.text import number
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method or setting, averaged over its seeds. Accuracies are fractions, bytes are MB (1e6 bytes).
+
+    Downloads include announcements; evaluation and the weights of uploads are not counted.
+    """
+
+    label: str
+    method: str
+    measure: Measure
+    seeds: tuple[int, ...]
+    rounds: int
+    mean: float | None
+    over_seeds: float | None  # sample standard deviation over seeds; None for one seed
+    over_clients: float | None  # standard deviation over clients, averaged over seeds
+    worst: float | None  # the tenth percentile over clients, from the bad side
+    up: float | None  # MB per client and round
+    down: float | None
+    up_total: float | None
+    down_total: float | None
+    seconds: float | None
+
+    @property
+    def total(self) -> float | None:
+        """MB in both directions over the whole run."""
+        return None if self.up_total is None or self.down_total is None else self.up_total + self.down_total
+
+
+def summary_rows(runs: Sequence[Run]) -> list[Row]:
+    """One row per group of equal settings, the best mean first."""
+    measure = measure_of(runs)
+    rows = []
+    for g in group(runs):
+        means = [value(r, measure) for r in g.runs]
+        sent = [_megabytes(r) for r in g.runs]
+        rows.append(
+            Row(
+                label=g.label,
+                method=g.runs[0].method,
+                measure=measure,
+                seeds=g.seeds,
+                rounds=g.runs[0].rounds,
+                mean=mean(means),
+                over_seeds=deviation(means),
+                over_clients=mean([value(r, measure, "std") for r in g.runs]),
+                worst=mean([value(r, measure, "worst") for r in g.runs]),
+                up=mean([s[0] for s in sent]),
+                down=mean([s[1] for s in sent]),
+                up_total=mean([s[2] for s in sent]),
+                down_total=mean([s[3] for s in sent]),
+                seconds=mean([number(r.result["seconds"].get("train")) for r in g.runs]),
+            )
+        )
+    sign = -1.0 if measure.higher else 1.0
+    return sorted(rows, key=lambda r: (r.mean is None, sign * (r.mean or 0.0)))
+
+
+def _megabytes(run: Run) -> tuple[float | None, float | None, float | None, float | None]:
+    """MB up and down per client and round, and in total."""
+    up, down = number(run.result["bytes"].get("up")), number(run.result["bytes"].get("down"))
+    if up is None or down is None:
+        return None, None, None, None
+    down += number(run.result["bytes"].get("announce")) or 0.0
+    answered = sum(number(line.get("answered")) or 0.0 for line in run.lines)
+    train = run.config.get("train")
+    before = isinstance(train, dict) and train.get("drop") == "before"  # such clients drop out before their download
+    asked = answered if before else sum(number(line.get("sampled")) or 0.0 for line in run.lines)
+    per_up = up / 1e6 / answered if answered else None
+    per_down = down / 1e6 / asked if asked else None
+    return per_up, per_down, up / 1e6, down / 1e6
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its heading, a cell's text, the number to sort by, and which end is best."""
+
+    title: str
+    text: Callable[[Row], str]
+    sort: Callable[[Row], float | None] | None = None
+    best: Callable[[Sequence[float]], float] | None = None
+
+    def winners(self, rows: Sequence[Row]) -> set[str]:
+        """The labels whose cell is best, if there is something to compare."""
+        if self.best is None or self.sort is None or len(rows) < 2:
+            return set()
+        # Equal as shown is equal: nobody wins by a digit that is not printed.
+        numbers = {r.label: (v, self.text(r).split(" ")[0]) for r in rows if (v := self.sort(r)) is not None}
+        if not numbers:
+            return set()
+        top = self.best([v for v, _ in numbers.values()])
+        shown = {text for v, text in numbers.values() if v == top}
+        return {label for label, (_, text) in numbers.items() if text in shown}
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns of the table; the spread is over seeds as soon as some row has several, else over clients."""
+    measure = rows[0].measure if rows else measure_of([])
+    seeds = any(r.over_seeds is not None for r in rows)
+    best = max if measure.higher else min
+
+    def plus_minus(row: Row) -> str:
+        spread = row.over_seeds if seeds else row.over_clients
+        return measure.text(row.mean) if row.mean is None else f"{measure.text(row.mean)} ± {measure.text(spread)}"
+
+    return [
+        Column("method", lambda r: r.label),
+        Column(f"{measure.title} (± over {'seeds' if seeds else 'clients'})", plus_minus, lambda r: r.mean, best),
+        Column(
+            "worst tenth %" if measure.percent else "worst tenth",
+            lambda r: measure.text(r.worst),
+            lambda r: r.worst,
+            best,
+        ),
+        Column("MB up per client-round", lambda r: short(r.up), lambda r: r.up),
+        Column("MB down per client-round", lambda r: short(r.down), lambda r: r.down),
+        Column("MB in total", lambda r: short(r.total), lambda r: r.total),
+        Column("train\u00a0s", lambda r: "n/a" if r.seconds is None else f"{r.seconds:,.1f}", lambda r: r.seconds),
+        Column("rounds", lambda r: str(r.rounds), lambda r: float(r.rounds)),
+        Column("seeds", lambda r: str(len(r.seeds)), lambda r: float(len(r.seeds))),
+    ]
+
+
+def short(value: float | None) -> str:
+    """A number with three digits that matter, never in powers of ten."""
+    if value is None:
+        return "n/a"
+    if value == 0.0:
+        return "0"
+    digits = min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{digits}f}" if abs(value) >= 1e-6 else "< 0.000001"
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table; the best values are bold."""
+    cols = columns(rows)
+    best = [c.winners(rows) for c in cols]
+
+    def cell(text: str, bold: bool = False) -> str:
+        text = html.escape(text, quote=False).replace("\\", "\\\\").replace("|", "\\|")
+        return f"**{text}**" if bold else text
+
+    lines = [[cell(c.title) for c in cols], [":--" if c.sort is None else "--:" for c in cols]]
+    lines += [[cell(c.text(r), r.label in b) for c, b in zip(cols, best)] for r in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """CSV with full precision: fractions, not percent; `n/a` where a value is missing."""
+    name = rows[0].measure.name if rows else "accuracy"
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        ["label", "method", "seeds", "rounds", name, f"{name}_std_over_seeds", f"{name}_std_over_clients"]
+        + [f"{name}_worst_tenth", "mb_up_per_client_round", "mb_down_per_client_round"]
+        + ["mb_up", "mb_down", "mb_total", "train_seconds"]
+    )
+    for r in rows:
+        # A spreadsheet would run a cell that starts like a formula.
+        words = ["'" + w if w[:1] in ("=", "+", "-", "@") else w for w in (r.label, r.method)]
+        numbers = [r.mean, r.over_seeds, r.over_clients, r.worst, r.up, r.down]
+        numbers += [r.up_total, r.down_total, r.total, r.seconds]
+        seeds = " ".join(map(str, r.seeds))
+        writer.writerow([*words, seeds, r.rounds, *("n/a" if v is None else repr(v) for v in numbers)])
+    return out.getvalue()
+
+
+_LATEX = {c: "\\" + c for c in "&%$#_{}"} | {
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+    "…": r"\ldots{}",
+}
+
+
+def to_latex(rows: Sequence[Row]) -> str:
+    """A LaTeX table for the booktabs package; the best values are bold."""
+    cols = columns(rows)
+    best = [c.winners(rows) for c in cols]
+
+    def cell(text: str, bold: bool = False) -> str:
+        text = "".join(_LATEX.get(c, c) for c in text)
+        return rf"\textbf{{{text}}}" if bold else text
+
+    lines = [rf"\begin{{tabular}}{{{''.join('l' if c.sort is None else 'r' for c in cols)}}}", r"\toprule"]
+    lines += [" & ".join(cell(c.title) for c in cols) + r" \\", r"\midrule"]
+    lines += [" & ".join(cell(c.text(r), r.label in b) for c, b in zip(cols, best)) + r" \\" for r in rows]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def to_rich(rows: Sequence[Row]) -> Table:
+    """A table for the terminal; the best values are bold and green."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    cols = columns(rows)
+    best = [c.winners(rows) for c in cols]
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for c in cols:
+        title = c.title.replace("-round", " and round")  # shorter words, so that a narrow terminal can break the line
+        table.add_column(Text(title), justify="left" if c.sort is None else "right")
+    for r in rows:
+        # Text, not markup: a label may hold square brackets.
+        table.add_row(*(Text(c.text(r), "bold green" if r.label in b else "") for c, b in zip(cols, best)))
+    return table

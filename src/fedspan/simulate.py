@@ -1,0 +1,414 @@
+"""Rounds on one machine: sample, map in chunks over workers, average, evaluate, checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedspan import __version__, evaluate, tree, wire
+from fedspan.aggregate import Mean, weighted_sum
+from fedspan.config_types import build_dataclass
+from fedspan.data.federated import FederatedData
+from fedspan.engine import Engine, choose_mapping, chunk_size
+from fedspan.errors import ConfigError, Divergence
+from fedspan.method import Capacity, Federation, Method, Round
+from fedspan.methods import name_of
+from fedspan.pool import Job, Meta, Pool
+from fedspan.randomness import generator
+from fedspan.record import Record
+from fedspan.result import Result
+from fedspan.settings import Settings, dropped, sample
+from fedspan.task import Task
+from fedspan.tree import Tree
+
+OnRound = Callable[[dict[str, Any]], None]
+
+
+class Simulation:
+    """A run: a method on a task and a federation's data. `run()` does what is left to do.
+
+    Args:
+        out: the run directory; a run found there is resumed, unless `fresh`.
+        config: the configuration to keep with the results.
+        read_only: only look at a run that is there; nothing is locked or written.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        task: Task,
+        data: FederatedData,
+        *,
+        rounds: int,
+        seed: int = 0,
+        settings: Settings | None = None,
+        out: Path | None = None,
+        fresh: bool = False,
+        config: dict[str, Any] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+            raise ConfigError(f"Simulation: rounds must be an integer >= 0. Got {rounds!r}.")
+        s = self.settings = settings or Settings()
+        self.method, self.task, self.rounds, self.seed, self.out = method, task, rounds, seed, out
+        self.dtype = torch.float64 if s.dtype == "float64" else torch.float32
+        self.data = data.to(self.dtype)
+        check(method, task, self.data, s)
+        size = None if s.batch_size == "full" else s.batch_size
+        steps = s.epochs * (1.0 if size is None else math.ceil(float(np.mean(self.data.sizes)) / size))
+        self.mapping = choose_mapping(task, s.mapping, steps)
+        self.engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping)
+        self.capacity = tuple(method.capacity_of(i) for i in range(self.data.clients))
+        federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
+        self.parameters = sum(p.numel() for p in task.init().values())
+        self.config = config or {"method": {"name": name_of(method), **asdict(method)}, "rounds": rounds}
+        kept = {k: v for k, v in self.config.items() if k not in ("train", "rounds", "methods", "method", "name")}
+        self.record = Record(
+            self.engine, federation, s, config=kept, out=out, fresh=fresh, read_only=read_only
+        )
+        for _ in range(self.record.progress.halvings):
+            self._halve()
+        self.capacities = self.record.capacities
+        if self.record.resumed:
+            done = self.record.progress.round
+            self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
+        self.pool = Pool(self._handle, 1)
+        self._last: tuple[dict[str, list[float | None]], dict[str, Any], int] | None = None
+
+    @property
+    def messages(self) -> list[str]:
+        """What a person should be told: resumption, damage found, step sizes halved."""
+        return self.record.messages
+
+    # ------------------------------------------------------------------------------------------------ rounds
+
+    def run(self, on_round: OnRound | None = None) -> Result:
+        """Do the rounds that are left, evaluate, and return the result.
+
+        Raises:
+            Divergence: if training leaves the finite numbers; the last good state has been saved.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # so that the numbers are the same in this process and in every worker
+        try:
+            with Pool(self._handle, self.settings.workers or len(os.sched_getaffinity(0))) as self.pool:
+                while self.record.progress.round < self.rounds:
+                    line = self._step()
+                    if on_round is not None:
+                        on_round(line)
+                if self._last is None:  # a run of no rounds, or one that was finished before
+                    self._last = self._evaluate(self.record.progress.round)
+            self.record.save(force=True)
+            return self._result()
+        except KeyboardInterrupt:
+            self.record.save(force=True)
+            raise
+        finally:
+            torch.set_num_threads(threads)
+            self.record.close()
+
+    def _step(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        progress = self.record.progress
+        t = progress.round + 1
+        while True:
+            try:
+                line = self._round(t)
+                break
+            except Divergence as e:
+                if self.settings.on_divergence == "stop" or progress.halvings >= 3:
+                    self.record.save(force=True)
+                    raise
+                progress.halvings += 1
+                self._halve()
+                self.messages.append(f"{e} Step sizes halved ({progress.halvings} of 3).")
+        progress.round = t
+        line["seconds"] = time.perf_counter() - start
+        progress.seconds["train"] += line["seconds"]
+        if t % self.settings.evaluate_every == 0 or t == self.rounds:
+            start = time.perf_counter()
+            self._last = self._evaluate(t)
+            line |= self._last[1]
+            line["bytes"]["evaluate"] = self._last[2]
+            progress.totals["evaluate"] += self._last[2]
+            progress.seconds["evaluate"] += time.perf_counter() - start
+        self.record.lines.append(line)
+        self.record.save()
+        return line
+
+    def _round(self, t: int) -> dict[str, Any]:
+        sampled = sample(self.data.clients, self.settings, self.seed, t)
+        lost = dropped(sampled, self.settings, self.seed, t)
+        going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
+        sizes: Counter[str] = Counter()
+        rows: list[tuple[Capacity, list[int], Tree]] = []
+        mean, each, weights = Mean(), {}, {}
+        for ids, capacity, meta, answer in self._train(t, going, lost, sizes):
+            rows.append((capacity, ids, answer["rows"]))
+            if meta["answered"]:
+                mean.add(answer["mean"], sum(meta["weights"]))
+            for k, i in enumerate(meta["answered"]):
+                weights[i], each[i] = meta["weights"][k], tree.take(answer["each"], k)
+        r = self.record
+        server, common, told = r.server, r.common, 0
+        ids = sorted(weights)
+        skipped = sum(weights.values()) == 0.0
+        if not skipped:
+            server = self.method.server_update(
+                server,
+                Round(
+                    round=t,
+                    ids=torch.tensor(ids),
+                    n=torch.from_numpy(self.data.sizes[ids]).to(self.dtype),
+                    weights=torch.tensor([weights[i] for i in ids], dtype=self.dtype),
+                    mean=mean.result(),
+                    each=tree.stack([each[i] for i in ids]),
+                    missing=torch.tensor([i for i in sampled if i not in weights], dtype=torch.int64),
+                ),
+            )
+            norm = self._watch(t, server)
+            news = self.method.announce(server, t)
+            if news is not None:
+                common, told = self.method.hear(common, news), tree.nbytes(news) * self.data.clients
+            r.progress.last_norm = norm
+        # Nothing of the round is kept before all of it is known to be finite.
+        for capacity, who, new in rows:
+            r.stores[capacity].put(who, new)
+        r.server, r.common = server, common
+        total = {d: sum(v for k, v in sizes.items() if k.startswith(d + "/")) for d in ("up", "down")}
+        total |= {"announce": told, "meta": 8 * len(ids)}  # meta: the weight of each upload
+        r.progress.totals.update(total)
+        r.progress.names.update(sizes)
+        return {"round": t, "sampled": len(sampled), "answered": len(ids), "skipped": skipped, "bytes": total}
+
+    def _train(
+        self, t: int, ids: list[int], lost: set[int], sizes: Counter[str]
+    ) -> Iterator[tuple[list[int], Capacity, Meta, Tree]]:
+        """Run `client_update` for all of `ids`; yields chunks in a fixed order, whatever the workers do."""
+        jobs = self._jobs("train", t, ids, sizes, {i: len(self.data.train[i]) for i in ids})
+        for job in jobs:
+            job.meta["answering"] = [i not in lost for i in job.meta["ids"]]
+        for job, (meta, data) in zip(jobs, self.pool.run(jobs)):
+            if meta["bad"]:
+                names = ", ".join(self.data.names[i] for i in meta["bad"][:5])
+                raise Divergence(f"Simulator: round {t} gave NaN or infinity on client(s) {names}; {self._advice()}")
+            sizes.update(meta["bytes"])
+            yield job.meta["ids"], self.capacities[job.meta["capacity"]], meta, data
+
+    def _jobs(self, do: str, t: int, ids: list[int], sizes: Counter[str], load: dict[int, int]) -> list[Job]:
+        """Cut clients into chunks of one capacity, the largest first so that a chunk wastes little on empty slots."""
+        jobs = []
+        for c, capacity in enumerate(self.capacities):
+            mine = sorted((i for i in ids if self.capacity[i] == capacity), key=lambda i: (-load[i], i))
+            if not mine:
+                continue
+            own = self._download(do, t, c, mine, sizes)
+            size = chunk_size(self.mapping, len(mine), self.parameters, self.settings.chunk)
+            for k in range(0, len(mine), size):
+                who = mine[k : k + size]
+                data = {"rows": self.record.stores[capacity].take(who), "own": tree.take(own, slice(k, k + size))}
+                jobs.append(Job({"do": do, "round": t, "capacity": c, "ids": who}, data, f"{do}-{c}"))
+        return jobs
+
+    def _download(self, do: str, t: int, c: int, ids: list[int], sizes: Counter[str]) -> Tree:
+        """Ask the method for a download, pass it through the codecs, count it, and share it with the workers."""
+        down = self.method.download(self.record.server, torch.tensor(ids), self.capacities[c], t)
+        codecs = self.method.codecs(t)
+        shared, coded = wire.roundtrip(down.shared, codecs)
+        own, more = down.own, {}
+        if codecs.keys() & own.keys():
+            own, more = torch.func.vmap(lambda row: wire.roundtrip(row, codecs))(own)
+        for name, n in wire.count(shared, coded).items():
+            sizes[f"down/{name}"] += n * len(ids)
+        for name, n in wire.count(own, {k: v.sum() for k, v in more.items()}).items():
+            sizes[f"down/{name}"] += n
+        server = {} if type(self.method).lift is Method.lift else self.record.server
+        self.pool.share(f"{do}-{c}", {"shared": shared, "common": self.record.common, "server": server})
+        return own
+
+    def _evaluate(self, t: int) -> tuple[dict[str, list[float | None]], dict[str, Any], int]:
+        """Per-client measures with a fresh download for every client, their summaries, and the bytes it would take."""
+        chosen = list(range(self.data.clients))
+        if self.settings.evaluate_clients is not None and t < self.rounds:
+            rng = generator(self.seed, "evaluate", t)
+            chosen = sorted(rng.choice(chosen, min(len(chosen), self.settings.evaluate_clients), replace=False).tolist())
+        sizes: Counter[str] = Counter()
+        part = getattr(self.data, self.settings.evaluate_part)
+        jobs = self._jobs("evaluate", t, chosen, sizes, {i: len(part[i]) for i in chosen})
+        sums: dict[str, dict[int, float]] = {}
+        for job, (_, data) in zip(jobs, self.pool.run(jobs)):
+            for name, values in data["sums"].items():
+                sums.setdefault(name, {}).update(zip(job.meta["ids"], values.tolist()))
+        clients = evaluate.per_client({k: np.array([v.get(i, 0.0) for i in chosen]) for k, v in sums.items()})
+        found = {k: v for k, v in evaluate.summarise(clients).items() if v}
+        if not all(math.isfinite(x) for v in found.values() for x in v.values()):
+            raise Divergence(f"Simulator: evaluation after round {t} gave NaN or infinity; {self._advice()}")
+        return {"id": list(map(float, chosen)), **clients}, found, sum(sizes.values())
+
+    # ------------------------------------------------------------------------------------------------ in the workers
+
+    def _handle(self, meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
+        """One chunk of clients; runs in a worker process (or in this one)."""
+        capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
+        args = (capacity, t, ids, data["rows"], broadcast["shared"], data["own"], broadcast["common"])
+        if meta["do"] == "evaluate":
+            return {}, {"sums": self.engine.evaluate(*args, self.settings.evaluate_part)}
+        answer = self.engine.update(*args)
+        if not (tree.all_finite(answer.rows) and tree.all_finite(answer.sent)):
+            parts = [(i, tree.take((answer.rows, answer.sent), k)) for k, i in enumerate(ids)]
+            return {"bad": [i for i, part in parts if not tree.all_finite(part)]}, {}
+        heard = torch.tensor([k for k, yes in enumerate(meta["answering"]) if yes], dtype=torch.int64)
+        sent = answer.sent if len(heard) == len(ids) else tree.take(answer.sent, heard)
+        names = [ids[k] for k in heard.tolist()]
+        for i, w in zip(names, sent.weight.tolist()):
+            n, bound = len(self.data.train[i]), self.method.weight_bound
+            wire.gate({}, w, who=f"client {i}", declared={}, kind=self.method.weight, examples=n, bound=bound)
+        sizes = {f"up/{k}": v for k, v in wire.count(sent.mean | sent.each).items()}
+        sizes |= {f"up/{k}": int(v[heard].sum()) for k, v in answer.coded.items()}
+        facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
+        lifted = sent.mean
+        if type(self.method).lift is not Method.lift and names:
+            one = [self.method.lift(tree.take(lifted, k), broadcast["server"], capacity) for k in range(len(names))]
+            lifted = tree.stack(one)
+        return facts, {"rows": answer.rows, "mean": weighted_sum(lifted, sent.weight), "each": sent.each}
+
+    # ------------------------------------------------------------------------------------------------ guards
+
+    def _watch(self, t: int, server: Tree) -> float:
+        """Raise before a state that is not finite, or grows without measure, replaces a good one."""
+        if not tree.all_finite(server):
+            raise Divergence(f"Simulator: the server's state is not finite after round {t}; {self._advice()}")
+        norm = math.sqrt(float(tree.squared_norm(server)))
+        before, start = max(self.record.progress.last_norm, 1.0), max(self.record.progress.start_norm, 1.0)
+        if t >= 10 and (norm > 100 * start or norm > 10 * before):
+            raise Divergence(
+                f"Simulator: the norm of the server's state rose to {norm:.3g} in round {t}, from {before:.3g} before and"
+                f" {start:.3g} at the start; {self._advice()}"
+            )
+        return norm
+
+    def _advice(self) -> str:
+        lr = getattr(self.method, "lr", None)
+        now = "" if lr is None else f" (now {lr:g})"
+        return f"the state before it is kept. Use a smaller lr{now}, or train.on_divergence='halve'."
+
+    def _halve(self) -> None:
+        """Halve every step size of the method; workers start anew with it."""
+        rates = {k: v for k, v in asdict(self.method).items() if k == "lr" or k.startswith("lr_")}
+        self.method = replace(self.method, **{k: v / 2 for k, v in rates.items() if isinstance(v, float)})
+        self.engine = replace(self.engine, method=self.method)
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+    # ------------------------------------------------------------------------------------------------ results
+
+    def personal(self, client: int) -> tuple[Task, Tree]:
+        """The task and the weights client `client` predicts with now."""
+        if not 0 <= client < self.data.clients:
+            raise ConfigError(f"Result: client must lie in 0..{self.data.clients - 1}. Got {client}.")
+        capacity, t = self.capacity[client], self.record.progress.round
+        down = self.method.download(self.record.server, torch.tensor([client]), capacity, t)
+        both = {**down.shared, **tree.take(down.own, 0)}
+        weights = self.engine.personal(capacity, t, client, self.record.row(client), both, self.record.common)
+        return self.engine.model(capacity), weights
+
+    def _result(self) -> Result:
+        assert self._last is not None
+        clients, found, _ = self._last
+        p = self.record.progress
+        names = {d: {k.split("/", 1)[1]: v for k, v in sorted(p.names.items()) if k.startswith(d)} for d in ("up", "down")}
+        result = Result(
+            method=name_of(self.method),
+            seed=self.seed,
+            rounds=p.round,
+            accuracy=found.get("accuracy", {}),
+            measures=found,
+            per_client=clients,
+            bytes={**{k: p.totals[k] for k in ("up", "down", "announce", "evaluate", "meta")}, "names": names},
+            seconds=dict(p.seconds),
+            config=self.config,
+            versions=versions(),
+            mapping=self.mapping,
+            curve=self.record.lines,
+            digest=self.record.digest(),
+            messages=self.messages,
+            names=self.data.names,
+            groups=None if self.data.groups is None else self.data.groups.tolist(),
+            simulation=self,
+        )
+        if self.out is not None:
+            result.write(self.out)
+        return result
+
+
+def simulate(
+    method: Method,
+    model: nn.Module | Task | Callable[[], nn.Module],
+    clients: FederatedData | Sequence[tuple[Any, Any]],
+    *,
+    rounds: int,
+    seed: int = 0,
+    out: str | Path | None = None,
+    fresh: bool = False,
+    on_round: OnRound | None = None,
+    **settings: Any,
+) -> Result:
+    """Simulate a federation on this machine.
+
+    Args:
+        model: a module (its weights are the common start), a function that builds one (seeded by `seed`), or a `Task`.
+        clients: `FederatedData`, or one (x, y) pair per client, split 75/25 inside each client.
+        out: a run directory; a run found there is resumed, unless `fresh`.
+        settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
+    """
+    data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)
+    chosen = build_dataclass(Settings, settings, "simulate")
+    if not isinstance(model, Task):
+        dtype = torch.float64 if chosen.dtype == "float64" else torch.float32
+        kind = "regression" if data.classes is None else "classification"
+        model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)  # type: ignore[arg-type]
+    path = None if out is None else Path(out)
+    return Simulation(method, model, data, rounds=rounds, seed=seed, settings=chosen, out=path, fresh=fresh).run(on_round)
+
+
+def check(method: Method, task: Task, data: FederatedData, settings: Settings) -> None:
+    """Refuse what cannot run, before anything runs."""
+    if task.stats and settings.batch_size == 1:
+        raise ConfigError("Train: batch_size must be at least 2 with batch normalisation. Got 1; or use GroupNorm.")
+    if method.needs_groups and data.groups is None:
+        raise ConfigError(
+            f"{type(method).__name__}: the partition must know the groups of its clients; use permuted-groups,"
+            " label-groups or domains, or choose another method."
+        )
+    if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
+        raise ConfigError("Train: evaluate_part='validation' needs a validation part. Set partition.validation above 0.")
+    x = data.x[torch.from_numpy(data.train[0][:1])]
+    try:
+        output = task.predict(task.init(), x)
+    except (RuntimeError, ValueError, IndexError, TypeError) as e:
+        raise ConfigError(f"Task: the model does not take examples of shape {tuple(x.shape[1:])}: {e}") from None
+    wide = output.shape[1] if output.ndim == 2 else 0
+    if task.kind == "classification" and data.classes is not None and wide < data.classes:
+        raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on besides the configuration."""
+    return {
+        "fedspan": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+    }

@@ -1,0 +1,273 @@
+"""A task: a module used as a pure function of its parameters, with its loss, its measures and its head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedspan.batches import Batch
+from fedspan.errors import ConfigError
+from fedspan.randomness import fold, torch_seed, uniform
+from fedspan.tree import Params
+
+Kind: TypeAlias = Literal["classification", "regression", "language"]
+PerExample: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+_LOOP_ONLY: dict[type[nn.Module], str] = {
+    nn.modules.batchnorm._NormBase: "use GroupNorm",
+    nn.RNNBase: "write the cell out explicitly",
+    nn.MultiheadAttention: "use explicit attention",
+    nn.TransformerEncoderLayer: "use explicit attention",
+}
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of a key and the position, so that it is the same mapped, in a loop, on a node."""
+
+    key: Tensor
+
+    def __init__(self, p: float, channels: bool = False) -> None:
+        super().__init__()
+        self.p, self.channels = p, channels
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
+        return x * (uniform(self.key, shape, x.dtype) >= self.p) / (1.0 - self.p)
+
+
+class Task:
+    """A module as a pure function, with loss and measures.
+
+    Args:
+        model: the module, or a function that builds it (needed only if some layer has no `reset_parameters` and a
+            method wants independent initialisations).
+        kind: what the outputs and labels mean. `language` takes token rows as labels, −100 where nothing is predicted.
+        head: prefix of the head's parameter names; by default the last `nn.Linear` in definition order.
+        loss: own loss per example, `loss(output, y) -> [B]`.
+        seed: key of the initialisation; the same tree on the server and on every client.
+
+    Parameters with `requires_grad=False` stay constants inside the module: neither trained nor sent.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        kind: Kind = "classification",
+        *,
+        head: str | None = None,
+        loss: PerExample | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if kind not in ("classification", "regression", "language"):
+            raise ConfigError(f"Task: kind must be classification, regression or language. Got {kind!r}.")
+        self._build = None if isinstance(model, nn.Module) else model
+        if self._build is None:
+            module = copy.deepcopy(model)
+        else:
+            with torch_seed(seed if seed is not None else 0, "init"):
+                module = self._build()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"Task: the model must be an nn.Module or build one. Got {type(module).__name__}.")
+        self.kind, self.dtype = kind, dtype
+        self.module = self._prepare(module)
+        self._own_loss = loss
+        if self._build is None and seed is not None:
+            self.module = self._redrawn(seed, "init")
+        self._eval = copy.deepcopy(self.module).eval()
+        self.module.train()
+        self.names = [k for k, p in self.module.named_parameters() if p.requires_grad]
+        self.stats = [k for k, _ in self.module.named_buffers() if k.endswith(("running_mean", "running_var"))]
+        self._dropouts = [f"{k}.key" for k, m in self.module.named_modules() if isinstance(m, Dropout)]
+        self._head_module, self.head = self._find_head(head)
+        self.body = [k for k in self.names if k not in set(self.head)]
+        if not self.names:
+            raise ConfigError("Task: the model has no trainable parameters.")
+
+    # ---------------------------------------------------------------- parameters
+
+    def init(self) -> Params:
+        """The common start: parameters and, for batch normalisation, running statistics; fresh copies each time."""
+        state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {k: state[k].detach().clone() for k in [*self.names, *self.stats]}
+
+    def fresh(self, *parts: int | str) -> Params:
+        """An independent standard initialisation keyed by the parts.
+
+        Raises:
+            ConfigError: if a layer owns parameters but has no `reset_parameters`.
+        """
+        module = self._redrawn(*parts)
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {k: state[k].detach().clone() for k in [*self.names, *self.stats]}
+
+    def need_head(self) -> list[str]:
+        """Names of the head's parameters.
+
+        Raises:
+            ConfigError: if there is no head to keep apart.
+        """
+        if not self.head:
+            raise ConfigError(
+                "Task: this method needs a head, the last nn.Linear of the model, and the model has none."
+                " Name one with model.head, or choose a method without a head."
+            )
+        return self.head
+
+    def estimate_statistics(self, params: Params, batches: Iterable[Batch]) -> Params:
+        """`params` with running statistics that are the averages of the batches' own; not for mapped use."""
+        total: Params = {}
+        weight = 0
+        momentum = {
+            k: m.momentum for k, m in self.module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)
+        }
+        for batch in batches:
+            if len(batch.x) < 2:
+                continue  # one example has no variance
+            seen = {k: torch.zeros_like(params[k]) for k in self.stats}
+            for t in seen.values():
+                t.owned = True  # type: ignore[attr-defined]
+            with torch.no_grad():
+                self._call(self.module, params | seen, batch.x, batch.key)
+            weight += len(batch.x)
+            for k, t in seen.items():
+                share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.x)
+                total[k] = total[k] + share if k in total else share
+        return params | {k: t / weight for k, t in total.items()}
+
+    # ---------------------------------------------------------------- the function
+
+    def predict(self, params: Params, x: Tensor) -> Tensor:
+        """Outputs in evaluation mode."""
+        return self._call(self._eval, params, x)
+
+    def loss(self, params: Params, batch: Batch) -> Tensor:
+        """Mean training loss over the examples of a batch; 0 for an empty one."""
+        out = self._call(self.module, params, batch.x, batch.key)
+        return weighted(self.example_loss(out, batch.y), batch.w)
+
+    def example_loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Loss of each example, [B]."""
+        if self._own_loss is not None:
+            return self._own_loss(output, y)
+        if self.kind == "classification":
+            return F.cross_entropy(output, y, reduction="none")
+        if self.kind == "language":
+            tokens = F.cross_entropy(output.transpose(1, 2), y, reduction="none", ignore_index=-100)
+            return tokens.sum(1) / (y != -100).sum(1).clamp_min(1)
+        return (output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(1)
+
+    def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """What evaluation averages over the examples: loss, and accuracy or squared error, each [B]."""
+        out = {"loss": self.example_loss(output, y)}
+        if self.kind == "classification":
+            out["accuracy"] = (output.argmax(1) == y).to(output.dtype)
+        elif self.kind == "regression":
+            out["squared_error"] = (output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(1)
+        return out
+
+    def features(self, params: Params, x: Tensor, train: bool = False) -> Tensor:
+        """The head's input."""
+        self.need_head()
+        module = self.module if train else self._eval
+        seen: list[Tensor] = []
+        handle = module.get_submodule(self._head_module).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        try:
+            self._call(module, params, x)
+        finally:
+            handle.remove()
+        return seen[-1]
+
+    def from_features(self, params: Params, features: Tensor) -> Tensor:
+        """Outputs of the head for given features; `params` needs only the head's entries."""
+        self.need_head()
+        prefix = self._head_module + "."
+        own = {k[len(prefix) :]: v for k, v in params.items() if k.startswith(prefix)}
+        result: Tensor = functional_call(self._eval.get_submodule(self._head_module), own, (features,))
+        return result
+
+    # ---------------------------------------------------------------- what the engine needs
+
+    def unmappable(self) -> list[str]:
+        """Why the model cannot be trained for many clients at once: one sentence per layer."""
+        return [
+            f"Task: {type(m).__name__} at '{name}' cannot be trained for many clients at once;"
+            f" {next(r for t, r in _LOOP_ONLY.items() if isinstance(m, t))}, or run with train.mapping='loop'."
+            for name, m in self.module.named_modules()
+            if isinstance(m, tuple(_LOOP_ONLY))
+        ]
+
+    def has(self, *kinds: type[nn.Module]) -> bool:
+        """Whether any layer is of one of these kinds."""
+        return any(isinstance(m, kinds) for m in self.module.modules())
+
+    def module_with(self, params: Params) -> nn.Module:
+        """A copy of the module, in evaluation mode, holding these parameters."""
+        module = copy.deepcopy(self._eval)
+        module.load_state_dict(params, strict=False)
+        return module
+
+    def _call(self, module: nn.Module, params: Params, x: Tensor, key: Tensor | None = None) -> Tensor:
+        if self.stats and module.training:
+            # The forward pass writes running statistics in place: only into tensors the training loop owns.
+            params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
+        if key is not None and self._dropouts:
+            params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
+        result: Tensor = functional_call(module, params, (x,))
+        return result
+
+    def _prepare(self, module: nn.Module) -> nn.Module:
+        if self.dtype is not None:
+            module = module.to(self.dtype)
+        for name, m in list(module.named_modules()):
+            if isinstance(m, nn.modules.dropout._DropoutNd) and name:
+                parent, _, last = name.rpartition(".")
+                channels = isinstance(m, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
+                setattr(module.get_submodule(parent) if parent else module, last, Dropout(m.p, channels))
+            if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats and m.momentum is None:
+                raise ConfigError(
+                    f"Task: {type(m).__name__} at '{name}' must have a momentum, as its step counter is not shared."
+                )
+        return module
+
+    def _redrawn(self, *parts: int | str) -> nn.Module:
+        with torch_seed(*parts):
+            if self._build is not None:
+                return self._prepare(self._build())
+            module = copy.deepcopy(self.module)
+            for name, m in module.named_modules():
+                if not any(p.requires_grad for p in m.parameters(recurse=False)):
+                    continue
+                reset: Any = getattr(m, "reset_parameters", None)
+                if reset is None:
+                    raise ConfigError(
+                        f"Task: {type(m).__name__} at '{name or 'the model'}' has no reset_parameters to draw another"
+                        " initialisation. Pass a function that builds the model instead of the model."
+                    )
+                reset()
+        return module
+
+    def _find_head(self, prefix: str | None) -> tuple[str, list[str]]:
+        if prefix is None:
+            linear = [k for k, m in self.module.named_modules() if isinstance(m, nn.Linear)]
+            prefix = linear[-1] if linear else None
+            if prefix is None:
+                return "", []
+        names = [k for k in self.names if k == prefix or k.startswith(prefix + ".") or not prefix]
+        if not names:
+            raise ConfigError(f"Task: no trainable parameter is called '{prefix}' or starts with '{prefix}.'.")
+        return prefix, names
+
+
+def weighted(values: Tensor, w: Tensor) -> Tensor:
+    """Mean of per-example values over the live slots; 0 if there is none."""
+    return (values * w).sum() / w.sum().clamp_min(1)

@@ -1,0 +1,240 @@
+"""What crosses the wire: schemas, byte counts, codecs, and the gate in front of every upload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from safetensors.torch import load as _load
+from safetensors.torch import save as _save
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.errors import ConfigError, Refused
+from fedspan.tree import Tree
+
+Schema: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Path of each tensor in a payload to its type and shape."""
+
+
+def schema(payload: Tree, *, stacked: bool = False) -> Schema:
+    """Names, types and shapes of a payload; with `stacked`, of one row of it."""
+    return {p: (t.dtype, tuple(t.shape[1:] if stacked else t.shape)) for p, t in tree.flatten(payload).items()}
+
+
+# -------------------------------------------------------------------------------------------------- codecs
+
+
+class Codec(Protocol):
+    """How a tensor is written. `roundtrip` is what the simulator does: decoded value and bytes, without the writing."""
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """The tensors that travel."""
+        ...
+
+    def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor on the other side."""
+        ...
+
+    def roundtrip(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`decode(encode(x))` and the bytes of `encode(x)`, as pure tensor operations that can be mapped."""
+        ...
+
+
+@dataclass(frozen=True)
+class Half:
+    """Floats as 16-bit floats."""
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """The tensors that travel."""
+        return {"half": x.to(torch.float16)}
+
+    def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor on the other side."""
+        return parts["half"].to(dtype).reshape(shape)
+
+    def roundtrip(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Value after rounding to 16 bits, and its bytes."""
+        return x.to(torch.float16).to(x.dtype), torch.tensor(2 * x.numel(), dtype=torch.int64, device=x.device)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Non-zero values with their int32 positions, or with a bitmap where that is shorter."""
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """The tensors that travel."""
+        flat = x.reshape(-1)
+        at = flat.nonzero().reshape(-1)
+        if 4 * len(at) <= -(-flat.numel() // 8):
+            return {"values": flat[at], "positions": at.to(torch.int32)}
+        bits = torch.nn.functional.pad((flat != 0).to(torch.uint8), (0, -flat.numel() % 8)).reshape(-1, 8)
+        powers = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
+        return {"values": flat[at], "bitmap": (bits * powers).sum(1).to(torch.uint8)}
+
+    def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor on the other side."""
+        size = math.prod(shape)
+        if "positions" in parts:
+            at = parts["positions"].long()
+        else:
+            powers = 2 ** torch.arange(8, dtype=torch.uint8, device=parts["bitmap"].device)
+            at = ((parts["bitmap"][:, None] & powers) != 0).reshape(-1)[:size].nonzero().reshape(-1)
+        out = torch.zeros(size, dtype=dtype, device=parts["values"].device)
+        return out.index_copy(0, at, parts["values"].to(dtype)).reshape(shape)
+
+    def roundtrip(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same value, and the bytes of its non-zeros."""
+        live = (x != 0).sum()
+        return x, live * x.element_size() + torch.minimum(4 * live, torch.full_like(live, -(-x.numel() // 8)))
+
+
+@dataclass(frozen=True)
+class Energy:
+    """A matrix by the leading singular triples that hold a share of its energy; as it is where that is shorter.
+
+    Tensors of more than two axes are written as out × rest. At least one triple is kept, so that a flat spectrum never
+    zeroes a layer.
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ConfigError(f"Energy: share must lie in (0, 1]. Got {self.share!r}.")
+
+    def _cut(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        u, s, v = torch.linalg.svd(x.reshape(x.shape[0], -1), full_matrices=False)
+        held = s.square().cumsum(0) / s.square().sum().clamp_min(torch.finfo(s.dtype).tiny)
+        # The smallest rank whose energy reaches the share; one more than the number of prefixes that do not.
+        rank = ((held < self.share - 1e-12).sum() + 1).clamp_max(len(s))
+        return u, s, v, rank
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """The tensors that travel."""
+        if x.ndim < 2:
+            return {"dense": x}
+        u, s, v, rank = self._cut(x)
+        k = int(rank)
+        if k * (u.shape[0] + v.shape[1] + 1) >= x.numel():
+            return {"dense": x}
+        return {"u": u[:, :k], "s": s[:k], "v": v[:k]}
+
+    def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor on the other side."""
+        if "dense" in parts:
+            return parts["dense"]
+        return ((parts["u"] * parts["s"]) @ parts["v"]).to(dtype).reshape(shape)
+
+    def roundtrip(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The truncated value at full shape, and the bytes of what is kept."""
+        dense = torch.tensor(x.numel() * x.element_size(), dtype=torch.int64, device=x.device)
+        if x.ndim < 2:
+            return x, dense
+        u, s, v, rank = self._cut(x)
+        kept = torch.where(torch.arange(len(s), device=x.device) < rank, s, torch.zeros_like(s))
+        short = rank * (u.shape[0] + v.shape[1] + 1) * x.element_size()
+        small = short < dense
+        return torch.where(small, ((u * kept) @ v).reshape(x.shape), x), torch.where(small, short, dense)
+
+
+def roundtrip(payload: Tree, codecs: Mapping[str, Codec]) -> tuple[Tree, dict[str, Tensor]]:
+    """Pass the named top-level parts of a payload through their codecs: what arrives, and bytes per name."""
+    out: Tree = {}
+    sizes: dict[str, Tensor] = {}
+    for name, part in payload.items():
+        if name in codecs:
+            total: list[Tensor] = []
+
+            def through(x: Tensor, codec: Codec = codecs[name], total: list[Tensor] = total) -> Tensor:
+                value, size = codec.roundtrip(x)
+                total.append(size)
+                return value
+
+            out[name] = tree.map(through, part)
+            sizes[name] = torch.stack(total).sum() if total else torch.zeros((), dtype=torch.int64)
+        else:
+            out[name] = part
+    return out, sizes
+
+
+def count(payload: Tree, coded: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """Bytes per top-level name of a payload that travels as it is; `coded` overrides names with a codec."""
+    return {k: int(coded[k]) if coded and k in coded else tree.nbytes(v) for k, v in payload.items()}
+
+
+# -------------------------------------------------------------------------------------------------- the gate
+
+
+def gate(
+    payload: Tree,
+    weight: float,
+    *,
+    who: str,
+    declared: Schema,
+    kind: str,
+    examples: int,
+    bound: float = 1e12,
+    max_norm: float = math.inf,
+) -> None:
+    """Refuse an upload that is not what its method declares.
+
+    Args:
+        kind: `samples` (an integer in 1..examples), `one` (exactly 1) or `own` (finite, 0..bound).
+        max_norm: largest Euclidean norm of the whole payload.
+
+    Raises:
+        Refused: in one sentence that names the client and the fault.
+    """
+    got = schema(payload)
+    for path in declared.keys() - got.keys():
+        raise Refused(f"{who}: '{path}' is missing from the upload.")
+    for path in got.keys() - declared.keys():
+        raise Refused(f"{who}: '{path[:80]}' is not part of this method's upload.")
+    for path, expected in declared.items():
+        if got[path] != expected:
+            raise Refused(f"{who}: '{path}' must be {_say(expected)}. Got {_say(got[path])}.")
+    if not math.isfinite(weight):
+        raise Refused(f"{who}: the weight must be a finite number. Got {weight}.")
+    if kind == "samples" and not (weight == int(weight) and 1 <= weight <= examples):
+        raise Refused(f"{who}: the weight must be an integer in 1..{examples}, its number of examples. Got {weight:g}.")
+    if kind == "one" and weight != 1:
+        raise Refused(f"{who}: the weight must be 1. Got {weight:g}.")
+    if kind == "own" and not 0 <= weight <= bound:
+        raise Refused(f"{who}: the weight must lie in 0..{bound:g}. Got {weight:g}.")
+    for path, t in tree.flatten(payload).items():
+        if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+            raise Refused(f"{who}: '{path}' holds NaN or infinity.")
+    norm = math.sqrt(float(tree.squared_norm(payload)))
+    if norm > max_norm:
+        raise Refused(f"{who}: the upload's norm must be at most {max_norm:g}. Got {norm:g}.")
+
+
+def _say(entry: tuple[torch.dtype, tuple[int, ...]]) -> str:
+    return f"{str(entry[0]).removeprefix('torch.')} of shape {list(entry[1])}"
+
+
+# -------------------------------------------------------------------------------------------------- bytes of a tree
+
+_EMPTY = "//empty"
+
+
+def pack(payload: Tree) -> bytes:
+    """A tree as bytes (safetensors), empty sub-trees included."""
+    flat = {k: t.detach().contiguous() for k, t in tree.flatten(payload).items()}
+    for path in tree.empty_paths(payload):
+        flat[path + _EMPTY] = torch.empty(0)
+    return bytes(_save(flat))
+
+
+def unpack(data: bytes) -> Tree:
+    """The inverse of `pack`; raises `Refused` for bytes that are not a packed tree."""
+    try:
+        flat = _load(data)
+        empty = [k.removesuffix(_EMPTY) for k in flat if k.endswith(_EMPTY)]
+        return tree.unflatten({k: t for k, t in flat.items() if not k.endswith(_EMPTY)}, empty)
+    except Exception as e:
+        raise Refused(f"Wire: the bytes are not a packed tree ({type(e).__name__}).") from None

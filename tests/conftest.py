@@ -1,0 +1,98 @@
+"""Small federations that every test can afford; one thread, float64, warnings are errors."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch starts: more threads than cores would make tests ten times slower on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedspan import tree
+from fedspan.data.federated import FederatedData
+from fedspan.task import Task
+
+torch.set_num_threads(1)
+
+TOLERANCE = 1e-12
+"""Two ways of computing the same thing in float64: |difference| <= TOLERANCE * max(1, largest entry)."""
+
+
+def assert_close(a: object, b: object, tolerance: float = TOLERANCE) -> None:
+    """Equal trees up to rounding."""
+    x, y = dict(tree.items(a)), dict(tree.items(b))
+    assert x.keys() == y.keys()
+    for path in x:
+        p, q = x[path], y[path]
+        assert p.shape == q.shape, path
+        scale = max(1.0, float(p.abs().max()) if p.numel() else 1.0)
+        gap = float((p - q).abs().max()) if p.numel() else 0.0
+        assert gap <= tolerance * scale, f"{path}: {gap:.3e}"
+
+
+def assert_same(a: object, b: object) -> None:
+    """Equal trees bit for bit."""
+    assert tree.digest(a) == tree.digest(b)
+
+
+class SmallCnn(nn.Module):
+    """A convolution, a norm, a hidden layer and a head on 1x6x6 images."""
+
+    def __init__(self, norm: str = "group") -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4) if norm == "group" else nn.BatchNorm2d(4)
+        self.hidden = nn.Linear(36, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.norm(self.conv(x)).relu(), 2)
+        return self.head(self.hidden(x.flatten(1)).relu())
+
+
+def make_model(kind: str) -> nn.Module:
+    """mlp, dropout, cnn or batchnorm."""
+    torch.manual_seed(0)
+    if kind == "mlp":
+        return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+    if kind == "dropout":
+        return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Dropout(0.3), nn.Linear(7, 3))
+    return SmallCnn("batch" if kind == "batchnorm" else "group")
+
+
+def make_task(kind: str = "mlp") -> Task:
+    """A task in float64."""
+    return Task(make_model(kind), dtype=torch.float64)
+
+
+def make_data(
+    kind: str = "mlp", clients: int = 7, seed: int = 0, equal: bool = False, opposed: bool = True
+) -> FederatedData:
+    """Clients of very different sizes in two groups (with `opposed`, one names the classes differently), easy to learn."""
+    rng = np.random.default_rng(seed)
+    shape = (5,) if kind in ("mlp", "dropout") else (1, 6, 6)
+    centres = rng.normal(size=(3, *shape)) * 2
+    pairs = []
+    for i in range(clients):
+        n = 16 if equal else int(rng.integers(6, 30))
+        y = rng.integers(0, 3, n)
+        x = centres[y] + rng.normal(size=(n, *shape))
+        pairs.append((torch.tensor(x), torch.tensor((y + 1) % 3 if opposed and i % 2 else y)))
+    data = FederatedData.from_arrays(pairs, groups=[i % 2 for i in range(clients)], seed=seed)
+    return data.to(torch.float64)
+
+
+@pytest.fixture
+def task() -> Task:
+    """The small MLP."""
+    return make_task()
+
+
+@pytest.fixture
+def data() -> FederatedData:
+    """Seven ragged clients for the small MLP."""
+    return make_data()

@@ -1,0 +1,244 @@
+"""One table of methods, one list of promises that every method keeps.
+
+vmap = chunks = loop; 1 worker = 2 workers; pure; order of clients does not matter; bystanders unchanged bit for bit;
+counted bytes = bytes of the serialised payload; state survives save and load; zero step size is a fixed point; nothing
+private is sent; bad input is refused in one sentence; the loss falls.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_close, assert_same, make_data, make_task
+
+from fedspan import tree, wire
+from fedspan.engine import Answer, Engine
+from fedspan.errors import ConfigError
+from fedspan.method import Federation, Method, Who
+from fedspan.methods import METHODS, make
+from fedspan.randomness import key
+from fedspan.settings import Settings, sample
+from fedspan.simulate import Simulation
+from fedspan.tree import Tree
+
+# One row per method and variant worth its own line: name, fields.
+TABLE: list[tuple[str, dict[str, Any]]] = [
+    ("local", {}),
+    ("local", {"momentum": 0.9, "weight_decay": 0.01}),
+    ("local", {"optimizer": "adamw", "lr": 0.01}),
+    ("fedavg", {}),
+    ("fedavg", {"private_head": True, "weighting": "uniform", "momentum": 0.5}),
+    ("fedprox", {"mu": 0.5, "weight_decay": 0.01}),
+    ("fedper", {}),
+    ("fedrep", {"head_epochs": 2, "momentum": 0.9}),
+    ("fedbabu", {"finetune_epochs": 2}),
+    ("lg-fedavg", {}),
+    ("ditto", {"lam": 0.3}),
+    ("oracle", {}),
+    ("pfl-mf", {"rank": 3}),
+    ("pfl-mf", {"rank": 2, "v_unit": "epoch", "v_steps": 1, "g_at": "new", "v_scale": "1/n", "wire": "full"}),
+]
+ROWS = pytest.mark.parametrize(
+    ("name", "fields"), TABLE, ids=[f"{n}-{'-'.join(map(str, f.values())) or 'default'}" for n, f in TABLE]
+)
+MODELS = pytest.mark.parametrize("kind", ["mlp", "cnn", "dropout"])
+
+
+def test_every_registered_method_is_in_the_table() -> None:
+    assert {n for n, _ in TABLE} == set(METHODS)
+
+
+def run(method: Method, kind: str = "mlp", rounds: int = 3, out: Path | None = None, **settings: Any) -> Simulation:
+    data = make_data(kind, opposed=settings.pop("opposed", True))
+    settings = {"participation": 0.6, "workers": 1, "dtype": "float64", "batch_size": 8, "epochs": 2} | settings
+    chosen = Settings(evaluate_every=100, **settings)
+    sim = Simulation(method, make_task(kind), data, rounds=rounds, seed=3, settings=chosen, out=out)
+    sim.result = sim.run()  # type: ignore[attr-defined]
+    return sim
+
+
+def state(sim: Simulation) -> Tree:
+    rows = {str(i): sim.record.row(i) for i in range(sim.data.clients)}
+    return {"server": sim.record.server, "clients": rows}
+
+
+def one_round(method: Method, mapping: str, ids: list[int], kind: str = "mlp", t: int = 1) -> tuple[Tree, Answer]:
+    """Rows before, and the answers of one round for `ids`."""
+    task, data = make_task(kind), make_data(kind)
+    engine = Engine(method, task, data, 3, 8, 2, mapping)  # type: ignore[arg-type]
+    server = method.init_server(task, Federation(data.clients, 3, (None,) * data.clients, data.groups))
+    rows = tree.stack([method.init_client(task, Who(i, None, key(3, "client", i), 3)) for i in ids])
+    down = method.download(server, torch.tensor(ids), None, t)
+    return rows, engine.update(None, t, ids, rows, down.shared, down.own, {})
+
+
+@ROWS
+@MODELS
+def test_vmap_chunks_and_loop_agree(name: str, fields: dict[str, Any], kind: str) -> None:
+    method = make(name, **fields)
+    loop = run(method, kind, mapping="loop", workers=1)
+    for settings in ({"chunk": 100}, {"chunk": 2}):
+        mapped = run(method, kind, mapping="vmap", workers=1, **settings)
+        assert_close(state(loop), state(mapped))
+        for measure, values in loop.result.per_client.items():  # type: ignore[attr-defined]
+            assert values == pytest.approx(mapped.result.per_client[measure], abs=1e-9)  # type: ignore[attr-defined]
+
+
+@ROWS
+def test_batch_normalisation_runs_by_the_loop_and_stays_finite(name: str, fields: dict[str, Any]) -> None:
+    sim = run(make(name, **fields), "batchnorm", workers=1)
+    assert sim.mapping == "loop"
+    assert tree.all_finite(state(sim))
+    with pytest.raises(ConfigError, match="BatchNorm2d at 'norm'"):
+        run(make(name, **fields), "batchnorm", mapping="vmap")
+
+
+@ROWS
+@pytest.mark.parametrize("mapping", ["vmap", "loop"])
+def test_number_of_workers_does_not_change_a_bit(name: str, fields: dict[str, Any], mapping: str) -> None:
+    method = make(name, **fields)
+    assert (
+        run(method, mapping=mapping, rounds=2, workers=1, chunk=2).record.digest()
+        == run(method, mapping=mapping, rounds=2, workers=2, chunk=2).record.digest()
+    )
+
+
+@ROWS
+@pytest.mark.parametrize("kind", ["mlp", "batchnorm"])
+def test_client_update_is_pure(name: str, fields: dict[str, Any], kind: str) -> None:
+    method = make(name, **fields)
+    task, data = make_task(kind), make_data(kind)
+    engine = Engine(method, task, data, 3, 8, 2, "loop")
+    server = method.init_server(task, Federation(data.clients, 3, (None,) * data.clients, data.groups))
+    ids = [0, 1, 2]
+    rows = tree.stack([method.init_client(task, Who(i, None, key(3, "client", i), 3)) for i in ids])
+    down = method.download(server, torch.tensor(ids), None, 1)
+    before = tree.digest((server, rows, down.shared, down.own, task.init()))
+    first = engine.update(None, 1, ids, rows, down.shared, down.own, {})
+    engine.evaluate(None, 1, ids, rows, down.shared, down.own, {})
+    second = engine.update(None, 1, ids, rows, down.shared, down.own, {})
+    assert tree.digest((server, rows, down.shared, down.own, task.init())) == before
+    assert_same((first.rows, first.sent), (second.rows, second.sent))
+
+
+@ROWS
+@pytest.mark.parametrize("mapping", ["vmap", "loop"])
+def test_order_of_clients_does_not_matter(name: str, fields: dict[str, Any], mapping: str) -> None:
+    method = make(name, **fields)
+    _, a = one_round(method, mapping, [0, 2, 3, 5])
+    _, b = one_round(method, mapping, [5, 0, 3, 2])
+    back = torch.tensor([1, 3, 2, 0])
+    assert_close((a.rows, a.sent), tree.take((b.rows, b.sent), back))
+
+
+@ROWS
+def test_bystanders_keep_their_state_bit_for_bit(name: str, fields: dict[str, Any]) -> None:
+    method = make(name, **fields)
+    sim = run(method, rounds=1, participation=0.3)
+    asked = sample(7, sim.settings, 3, 1)
+    assert 0 < len(asked) < 7
+    assert set(sim.record.stores[None].touched_ids()) <= set(asked)
+    task = make_task()
+    for i in set(range(7)) - set(asked):
+        assert_same(sim.record.row(i), method.init_client(task, Who(i, None, key(3, "client", i), 3)))
+
+
+@ROWS
+def test_counted_bytes_are_the_bytes_of_the_payload(name: str, fields: dict[str, Any]) -> None:
+    method = make(name, **fields)
+    sim = run(method, rounds=2, participation=1.0)
+    _, answer = one_round(method, "loop", list(range(7)))
+    up = 0
+    for k in range(7):
+        sent = tree.take(answer.sent, k)
+        up += payload_bytes(wire.pack({**sent.mean, **sent.each}))
+    down = method.download(sim.record.server, torch.arange(7), None, 1)
+    expected = 7 * payload_bytes(wire.pack(down.shared)) + payload_bytes(wire.pack(down.own))
+    assert sim.result.bytes["up"] == 2 * up  # type: ignore[attr-defined]
+    assert sim.result.bytes["down"] == 2 * expected  # type: ignore[attr-defined]
+    assert sum(sim.result.bytes["names"]["up"].values()) == 2 * up  # type: ignore[attr-defined]
+    assert sim.result.bytes["meta"] == 2 * 7 * 8  # type: ignore[attr-defined]
+
+
+def payload_bytes(data: bytes) -> int:
+    """Bytes behind the header of a packed tree."""
+    (header,) = struct.unpack("<Q", data[:8])
+    json.loads(data[8 : 8 + header])
+    return len(data) - 8 - header
+
+
+@ROWS
+def test_state_survives_save_and_load(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    method = make(name, **fields)
+    whole = run(method, rounds=4)
+    run(method, rounds=2, out=tmp_path / "run")
+    again = run(method, rounds=4, out=tmp_path / "run")
+    assert again.record.resumed
+    assert again.record.digest() == whole.record.digest()
+    a, b = whole.result.to_json(), again.result.to_json()  # type: ignore[attr-defined]
+    assert a["per_client"] == b["per_client"] and a["bytes"]["up"] == b["bytes"]["up"]
+    assert [line["round"] for line in again.record.lines] == [1, 2, 3, 4]
+
+
+@ROWS
+def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> None:
+    method = make(name, **{**fields, "lr": 0.0})
+    before = run(method, rounds=0)
+    after = run(method, rounds=2, participation=1.0)
+    assert_close(state(before), state(after))
+
+
+@ROWS
+def test_training_lowers_the_loss(name: str, fields: dict[str, Any]) -> None:
+    method = make(name, **fields)
+    untuned = make(name, **{**fields, "finetune_epochs": 0}) if name == "fedbabu" else method  # tuning at use also learns
+    start = run(untuned, rounds=0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
+    end = run(method, rounds=15, participation=1.0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
+    assert end < 0.8 * start
+
+
+@ROWS
+def test_weights_are_what_the_method_declares(name: str, fields: dict[str, Any]) -> None:
+    method = make(name, **fields)
+    _, answer = one_round(method, "vmap", [0, 1, 2])
+    n = [len(make_data().train[i]) for i in range(3)]
+    assert answer.sent.weight.tolist() == (n if method.weight == "samples" else [1.0, 1.0, 1.0])
+
+
+@ROWS
+def test_dropped_answers_and_empty_rounds_are_survived(name: str, fields: dict[str, Any]) -> None:
+    method = make(name, **fields)
+    half = run(method, rounds=3, drop_rate=0.5)
+    assert tree.all_finite(state(half))
+    start = run(method, rounds=0)
+    for drop in ("before", "after"):
+        none = run(method, rounds=2, drop_rate=1.0, drop=drop)
+        assert_same(none.record.server, start.record.server)
+        assert all(line["skipped"] and line["answered"] == 0 for line in none.record.lines)
+        if drop == "before":
+            assert_same(state(none), state(start))
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": -0.1}, "lr must be a finite number >= 0. Got -0.1"),
+        ({"lr": float("nan")}, "lr must be a finite number"),
+        ({"lr": float("inf")}, "lr must be a finite number"),
+        ({"lr": "fast"}, "lr must be a number. Got 'fast'"),
+        ({"lrr": 0.1}, "unknown key 'lrr'. Did you mean 'lr'?"),
+        ({"momentum": 1.0}, "momentum must be a finite number >= 0 and < 1"),
+        ({"optimizer": "adam"}, "optimizer must be one of 'sgd', 'adamw'"),
+    ],
+)
+def test_bad_fields_are_refused_in_one_sentence(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        make(name, **fields)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
