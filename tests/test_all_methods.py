@@ -196,7 +196,9 @@ def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> N
 @ROWS
 def test_training_lowers_the_loss(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
-    untuned = make(name, **{**fields, "finetune_epochs": 0}) if name == "fedbabu" else method  # tuning at use also learns
+    untuned = (
+        make(name, **{**fields, "finetune_epochs": 0}) if name == "fedbabu" else method
+    )  # tuning at use also learns
     start = run(untuned, rounds=0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
     end = run(method, rounds=15, participation=1.0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
     assert end < 0.8 * start

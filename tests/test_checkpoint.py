@@ -20,10 +20,11 @@ import pytest
 import torch
 
 from fedspan import checkpoint, tree
-from fedspan.checkpoint import RunDirectory, load_tree, read_tree, save_tree
+from fedspan.checkpoint import RunDirectory
 from fedspan.errors import CheckpointError, Divergence
 from fedspan.store import ClientStore
 from fedspan.tree import Outer, Tree
+from fedspan.treefile import load_tree, read_tree, render, save_tree
 
 ROUNDS = 5
 IDENTITY = {"seed": 0, "method.name": "pfl-mf", "train.lr": 0.1}
@@ -298,7 +299,7 @@ def rewrite(path: Path, g: int, change: Callable[[dict[str, Any]], object]) -> N
     body = json.loads(manifest.read_text())
     del body["sha256"]
     change(body)
-    manifest.write_bytes(checkpoint._render(body))
+    manifest.write_bytes(render(body))
 
 
 def test_schema_versions(tmp_path: Path, quick: None) -> None:

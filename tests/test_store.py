@@ -17,8 +17,9 @@ from fedspan import checkpoint, tree
 from fedspan.checkpoint import RunDirectory
 from fedspan.errors import CheckpointError, Divergence
 from fedspan.randomness import key, normal
-from fedspan.store import ClientStore, Segment
+from fedspan.store import ClientStore
 from fedspan.tree import Outer, Tree
+from fedspan.treefile import Segment
 
 IDS = [3, 1, 4, 15, 9, 2, 6]
 

@@ -4,24 +4,17 @@ A checkpoint (**generation** G) is `server-G.safetensors` (the server's tree), `
 capacity group k: all touched clients, a **base**, or only those changed since the last save) and, written last,
 `manifest-G.json`, which names every file it needs with size and SHA-256 and must itself be byte for byte what we would
 write. So a generation is either whole or not used, and whatever is wrong with it, the one before is tried.
-
-For tests, the environment variable FEDSPAN_FAULT kills this process (SIGKILL) at a point of a save: `after-tmp-write`,
-`before-rename`, `between-rename-and-manifest` or `before-dir-fsync`. `POINT@NAME` waits for that file: the one being
-written, and for the last two the manifest.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import re
-import signal
 import uuid
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -29,180 +22,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
-from torch import Tensor
 
 import fedspan
 from fedspan import tree
 from fedspan.errors import CheckpointError, Divergence
-from fedspan.store import ClientStore, Segment, as_bytes, describe, safetensors_header
-from fedspan.tree import Outer, Tree
+from fedspan.lock import Lock
+from fedspan.store import ClientStore
+from fedspan.tree import Tree
+from fedspan.treefile import (
+    SCHEMA,
+    Segment,
+    TooNew,
+    fault,
+    fsync_directory,
+    load_tree,
+    read_manifest,
+    render,
+    text,
+    tree_chunks,
+    write,
+)
 
-SCHEMA = 1
 KEEP = 3
 SMALL_BYTES = 32 << 20  # up to here every save writes all rows: simpler files, and it costs little
 MAX_SEGMENTS = 512  # of one chain, so that manifests stay short
 
 _FILE = re.compile(r"(?:(server)-(\d{1,18})|(rows)-(\d{1,18})-\d{1,6})\.safetensors|(manifest)-(\d{1,18})\.json")
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-}  # fmt: skip
-
-
-def _fault(point: str, name: str) -> None:
-    if os.environ.get("FEDSPAN_FAULT") in (point, f"{point}@{name}"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a file that is either whole or not there, hashing on the way; the caller syncs the directory."""
-    tmp = path.with_name(path.name + ".tmp")
-    sha, size = hashlib.sha256(), 0
-    try:
-        tmp.unlink(missing_ok=True)
-        with tmp.open("xb") as f:
-            for chunk in chunks:
-                f.write(chunk)
-                sha.update(chunk)
-                size += len(chunk)
-            _fault("after-tmp-write", path.name)
-            f.flush()
-            os.fsync(f.fileno())
-        _fault("before-rename", path.name)
-        tmp.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            tmp.unlink(missing_ok=True)
-        raise
-    return {"bytes": size, "sha256": sha.hexdigest()}
-
-
-def _seal(structure: str, metadata: dict[str, str], digest: str) -> str:
-    return hashlib.sha256(json.dumps([structure, sorted(metadata.items()), digest]).encode()).hexdigest()
-
-
-def _tree_chunks(t: Tree, metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    structure = json.dumps(describe(t))
-    flat = tree.flatten(t)
-    if len(flat) != len(tree.leaves(t)) or "__metadata__" in flat:
-        raise ValueError("save_tree: the keys of the tree do not give different tensor names; rename them.")
-    unfit = [f"{p} of {a.dtype}" for p, a in flat.items() if a.dtype not in _DTYPES]
-    if unfit:
-        raise ValueError(f"save_tree: tensors must be real numbers, integers or booleans. Got {unfit[0]}.")
-    # Widest types first, as safetensors does, so that every tensor is aligned in the file.
-    order = sorted(flat, key=lambda path: (-flat[path].element_size(), path))
-    table = [(p, _DTYPES[flat[p].dtype], flat[p].shape, flat[p].nbytes) for p in order]
-    seal = _seal(structure, metadata, tree.digest(t))
-    yield safetensors_header(table, {**metadata, "structure": structure, "sha256": seal})
-    for path in order:
-        yield as_bytes(flat[path]).data
-
-
-def save_tree(path: Path, t: Tree, metadata: dict[str, str] | None = None) -> None:
-    """Write a tree as one safetensors file, atomically; its tensors are named by their paths (`outer/inner`).
-
-    The structure (empty dicts, `Outer`) and a SHA-256 of everything go into the file's metadata.
-
-    Raises:
-        CheckpointError: if the file cannot be written.
-    """
-    try:
-        _write(path, _tree_chunks(t, metadata or {}))
-        _fsync_directory(path.parent)
-    except OSError as e:
-        raise CheckpointError(f"{path} could not be written: {e.strerror}. Free space or choose another place.") from e
-
-
-def read_tree(path: Path) -> tuple[Tree, dict[str, str]]:
-    """The tree and the metadata of a file that `save_tree` wrote; the file is not trusted.
-
-    Raises:
-        CheckpointError: if the file is missing, damaged or was not written by `save_tree`.
-    """
-    try:
-        data = path.read_bytes()
-        flat: dict[str, Tensor] = safetensors.torch.load(data)  # checks the header against the data
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        structure, seal = metadata.pop("structure"), metadata.pop("sha256")
-
-        def build(part: Any, at: str) -> Any:
-            if isinstance(part, dict):
-                return {k: build(v, f"{at}/{k}" if at else k) for k, v in part.items()}
-            return flat[at] if isinstance(part, str) else Outer(flat[f"{at}//a"], flat[f"{at}//b"])
-
-        t: Tree = build(json.loads(structure), "")
-        if describe(t) != json.loads(structure) or len(tree.leaves(t)) != len(flat):
-            raise ValueError("its tensors are not those of its structure")
-        if seal != _seal(structure, metadata, tree.digest(t)):
-            raise ValueError("its contents do not match their SHA-256")
-    except Exception as e:  # an untrusted file: whatever goes wrong, it is this file's fault
-        why = e.strerror if isinstance(e, OSError) else str(e) or type(e).__name__
-        raise CheckpointError(f"{path.name} cannot be read as a tree of tensors: {why}.") from e
-    return t, metadata
-
-
-def load_tree(path: Path) -> Tree:
-    """The tree of a file that `save_tree` wrote (see `read_tree`)."""
-    return read_tree(path)[0]
-
-
-def _text(body: Any) -> str:
-    return json.dumps(body, sort_keys=True, indent=1)
-
-
-def _render(body: dict[str, Any]) -> bytes:
-    """The exact bytes of a manifest: canonical JSON with the SHA-256 of the rest of it."""
-    return _text({**body, "sha256": hashlib.sha256(_text(body).encode()).hexdigest()}).encode() + b"\n"
-
-
-class _TooNew(CheckpointError):
-    """Nothing is wrong with the files, so falling back would only lose rounds."""
-
-
-_open_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
-
-
-class _Lock:
-    """One process per run directory; the kernel releases it when the process dies."""
-
-    def __init__(self, directory: Path) -> None:
-        self.fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.read(self.fd, 20).decode(errors="replace").strip() or "unknown"
-            self.close()
-            raise CheckpointError(
-                f"Run directory {directory} is in use by process {pid}. "
-                "Wait for it, stop it, or choose another directory."
-            ) from None
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
-        _open_locks.add(self)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
-
-
-def _leave_locks_to_parent() -> None:
-    for lock in list(_open_locks):
-        lock.close()
-
-
-# Otherwise a forked worker that outlives its killed parent would keep the directory locked.
-os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 @dataclass(frozen=True)
@@ -241,12 +87,12 @@ class RunDirectory:
         self._run = uuid.uuid4().hex
         self._manifests: dict[int, dict[str, Any]] = {}  # generations worth keeping
         self._loaded = False
-        self._lock: _Lock | None = None
+        self._lock: Lock | None = None
         if read_only:
             return
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = _Lock(path)
+            self._lock = Lock(path)
             for stale in [*path.glob("scratch-*.tmp"), *path.glob("*-*.safetensors.tmp"), *path.glob("manifest-*.tmp")]:
                 stale.unlink()
         except OSError as e:
@@ -280,7 +126,7 @@ class RunDirectory:
         foreign: list[str] = []
         for g, older in zip(numbers, [*numbers[1:], None]):
             try:
-                body = self._manifest(g)
+                body = read_manifest(self.path, g)
                 differ = self._differing(body["identity"])
                 if differ:
                     foreign = foreign or differ
@@ -289,7 +135,7 @@ class RunDirectory:
                     loaded = self._open(body)
                     self._run = str(body["run"])
                 self._manifests[g] = body
-            except _TooNew:
+            except TooNew:
                 raise
             except CheckpointError as e:
                 if loaded is None:
@@ -339,14 +185,12 @@ class RunDirectory:
         try:
             if not tree.all_finite(server):
                 raise Divergence("the server's state holds NaN or infinity")
-            before: dict[str, Any] = (
-                self._manifests[newest] if newest is not None else {"files": {}, "stores": [], "base": g}
-            )
+            before = self._manifests.get(newest or 0, {"files": {}, "stores": [], "base": g})
             base = self._needs_base(stores, before)
             entries: dict[str, Any] = {}
             name = f"server-{g}.safetensors"
             written.append(name)
-            entries[name] = _write(self.path / name, _tree_chunks(server, {}))
+            entries[name] = write(self.path / name, tree_chunks(server, {}))
             new: list[Segment | None] = []
             for k, store in enumerate(stores):
                 entries |= {} if base else {s.path.name: before["files"][s.path.name] for s in store.segments}
@@ -354,15 +198,15 @@ class RunDirectory:
                 name = f"rows-{g}-{k}.safetensors"
                 if ids:
                     written.append(name)
-                    entries[name] = _write(self.path / name, store.segment_chunks(ids))
+                    entries[name] = write(self.path / name, store.segment_chunks(ids))
                 new.append(Segment.open(self.path / name) if ids else None)
-            _fsync_directory(self.path)
-            _fault("between-rename-and-manifest", f"manifest-{g}.json")
+            fsync_directory(self.path)
+            fault("between-rename-and-manifest", f"manifest-{g}.json")
             lists = [[*([] if base else store.segments), last] for store, last in zip(stores, new)]
             body = {
                 "schema": SCHEMA, "generation": g, "base": g if base else before["base"],
                 "round": round, "run": self._run, "identity": self.identity,
-                "identity_sha256": hashlib.sha256(_text(self.identity).encode()).hexdigest(),
+                "identity_sha256": hashlib.sha256(text(self.identity).encode()).hexdigest(),
                 "versions": {"fedspan": fedspan.__version__, "python": platform.python_version(),
                              "torch": torch.__version__, "numpy": np.__version__},
                 "stores": [[s.path.name for s in names if s] for names in lists], "files": entries,
@@ -370,9 +214,9 @@ class RunDirectory:
             }  # fmt: skip
             body = json.loads(json.dumps(body))  # as it will be read: text keys, lists
             written.append(f"manifest-{g}.json")
-            _write(self.path / written[-1], [_render(body)])
-            _fault("before-dir-fsync", written[-1])
-            _fsync_directory(self.path)
+            write(self.path / written[-1], [render(body)])
+            fault("before-dir-fsync", written[-1])
+            fsync_directory(self.path)
         except BaseException as e:
             self._remove(reversed(written))
             what = f"Checkpoint: generation {g} of {self.path} was not written:"
@@ -395,11 +239,8 @@ class RunDirectory:
         changed = sum(len(s.changed_ids()) * s.row_bytes for s in stores)
         old = [segment for s in stores for segment in s.segments]
         # A store that was not restored from the newest generation cannot be saved as changes to it.
-        if (
-            total <= SMALL_BYTES
-            or changed == total
-            or [s.path.name for s in old] != list(chain.from_iterable(before["stores"]))
-        ):
+        restored = [s.path.name for s in old] == list(chain.from_iterable(before["stores"]))
+        if total <= SMALL_BYTES or changed == total or not restored:
             return True
         bases = sum(s.nbytes for s in old if s.path.name.startswith(f"rows-{before['base']}-"))
         return sum(s.nbytes for s in old) - bases + changed > bases or len(old) + len(stores) > MAX_SEGMENTS
@@ -429,38 +270,12 @@ class RunDirectory:
         named = {f"manifest-{g}.json" for g in keep}.union(*(m["files"] for m in self._manifests.values()))
         self._remove(name for name in self._files() if name not in named)
 
-    def _manifest(self, g: int) -> dict[str, Any]:
-        """Generation g's manifest, if every byte of it is right."""
-        name = f"manifest-{g}.json"
-        try:
-            raw = (self.path / name).read_bytes()
-            body: dict[str, Any] = json.loads(raw)
-            del body["sha256"]
-            if _render(body) != raw:
-                raise ValueError
-        except Exception as e:  # an untrusted file: whatever goes wrong, it is this file's fault
-            raise CheckpointError(f"{name} is damaged or does not match its SHA-256") from e
-        schema = body.get("schema")
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise _TooNew(
-                f"Checkpoint: generation {g} of {self.path} was written by a newer fedspan (schema {schema}, this one "
-                f"reads {SCHEMA}). Update fedspan, or start over with --fresh."
-            )
-        if schema != SCHEMA:
-            raise CheckpointError(f"{name} has the unknown schema version {schema!r} (this fedspan reads {SCHEMA})")
-        kinds = {"generation": int, "base": int, "round": int, "metrics_length": int, "run": str, "identity": dict,
-                 "extra": dict, "files": dict, "stores": list}  # fmt: skip
-        wrong = [k for k, kind in kinds.items() if type(body.get(k)) is not kind]
-        if wrong or body["generation"] != g or not all(isinstance(names, list) for names in body["stores"]):
-            raise CheckpointError(f"{name} is not the manifest of generation {g}")
-        return body
-
     def _differing(self, identity: dict[str, Any]) -> list[str]:
         """`key: there, here` for every key whose value is not ours."""
         if self.identity is None:
             return []
         keys = sorted({*identity, *self.identity})
-        shown = [(k, *(_text(d[k]) if k in d else "nothing" for d in (identity, self.identity))) for k in keys]
+        shown = [(k, *(text(d[k]) if k in d else "nothing" for d in (identity, self.identity))) for k in keys]
         return [f"{k} is {there} there and {here} here" for k, there, here in shown if there != here]
 
     def _open(self, body: dict[str, Any]) -> Loaded:
@@ -481,10 +296,8 @@ class RunDirectory:
             except OSError as e:
                 raise CheckpointError(f"{name} cannot be read: {e.strerror}") from e
         rows = [[Segment.open(self.path / name) for name in names] for names in body["stores"]]
-        return Loaded(
-            g, body["round"], load_tree(self.path / server), rows, body["extra"], body["metrics_length"],
-            body["identity"],
-        )  # fmt: skip
+        facts = {k: body[k] for k in ("generation", "round", "extra", "metrics_length", "identity")}
+        return Loaded(server=load_tree(self.path / server), rows=rows, **facts)
 
 
 def _few(items: Sequence[str]) -> str:

@@ -50,20 +50,22 @@ class RunConfig:
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
                 raise ConfigError(f"Config: {key} must be an integer >= {low}. Got {value!r}.")
-        self._check_sizes()
-        for name in {self.method["name"], *self.methods}:
+        self._check_data()
+        for name in (self.method["name"], *self.methods):
             self.only(name)
         known = known_shape(self.data)
         if known is not None:
             with torch_seed(0):
                 self.model.module(*known)
 
-    def _check_sizes(self) -> None:
+    def _check_data(self) -> None:
         at_most = min(_EXAMPLES.get(self.data.source, 2**31), self.data.limit or 2**31)
         if self.partition.clients is not None and self.partition.clients > at_most:
             raise ConfigError(
                 f"Partition: clients must be at most the number of examples, {at_most}. Got {self.partition.clients}."
             )
+        if self.train.evaluate_part == "validation" and self.partition.validation == 0:
+            raise ConfigError("Train: evaluate_part 'validation' needs partition.validation above 0. Got 0.")
 
     def fields_of(self, name: str, compared: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
         """The fields of one method, and the keys of `[method]` that it lacks but another compared method has."""
@@ -95,7 +97,7 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values in the layout of the file; what is not set is left out."""
         part, model = dataclasses.asdict(self.partition), dataclasses.asdict(self.model)
-        return plain(
+        values = plain(
             {
                 **{k: getattr(self, k) for k in ("name", "seed", "rounds")},
                 "data": dataclasses.asdict(self.data),
@@ -106,6 +108,10 @@ class RunConfig:
                 "train": dataclasses.asdict(self.train),
             }
         )
+        for table, key in ((values["data"], "columns"), (values, "methods")):
+            if not table[key]:
+                del table[key]
+        return values
 
     def recorded(self) -> dict[str, Any]:
         """The configuration as it is kept with the results: without where the data lie on this machine."""
@@ -159,6 +165,8 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         if key not in METHODS:
             raise ConfigError(f"Config: methods.{key[:60]} is no method.{nearest(key[:60], METHODS)}")
     values["method"] = {"name": "fedavg", **values["method"]}
+    if not isinstance(values["method"]["name"], str):
+        raise ConfigError(f"Method: name must be a text. Got {short(values['method']['name'])}.")
     values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
     return RunConfig(
         **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train")},

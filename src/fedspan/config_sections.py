@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
 
-from fedspan.data import check_partition
+from fedspan.data import PARTITIONS, check_partition
 from fedspan.data.catalog import KNOWN
 from fedspan.errors import ConfigError, nearest
 from fedspan.models import MODELS, build
@@ -45,8 +45,12 @@ class PartitionConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = {k: v for k, v in self.options.items() if v is not None}
-        checked = check_partition(self.kind, self.clients, self.split, self.validation, self.test, given)
+        known = PARTITIONS[self.kind].options if self.kind in PARTITIONS else self.options
+        for name in self.options:
+            if name not in known:
+                hint = nearest(name[:60], [*known, *(f.name for f in fields(self) if f.name != "options")])
+                raise ConfigError(f"Partition: kind '{self.kind}' has no key '{name[:60]}'.{hint}")
+        checked = check_partition(self.kind, self.clients, self.split, self.validation, self.test, self.options)
         object.__setattr__(self, "options", {k: v for k, v in checked.items() if v is not None})
         if self.clients == 1:
             raise ConfigError("Partition: clients must be at least 2, as one client has nobody to learn from. Got 1.")

@@ -187,8 +187,8 @@ class Engine:
 def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop"]:
     """`auto` by a fixed rule on the model and the local steps of a visit, never by timing.
 
-    Convolutions, recurrent layers and batch normalisation run one client after another; so do large models and visits of
-    many steps, where the parameters of several clients would push each other out of the cache.
+    Convolutions, recurrent layers and batch normalisation run one client after another; so do large models and visits
+    of many steps, where the parameters of several clients would push each other out of the cache.
 
     Raises:
         ConfigError: if `vmap` is asked for and some layer cannot be mapped; lists all of them.

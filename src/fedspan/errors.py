@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-
 class FedspanError(ValueError):
     """Base of every error that fedspan raises on purpose; the command line prints it without a traceback."""
 

@@ -26,9 +26,7 @@ def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
         return grad(lambda p: loss(p, batch))(params)
     at = tree.map(lambda p: p.detach().requires_grad_(), params)
     with torch.enable_grad():
-        grads = iter(
-            torch.autograd.grad(loss(at, batch), tree.leaves(at), allow_unused=True, materialize_grads=True)
-        )
+        grads = iter(torch.autograd.grad(loss(at, batch), tree.leaves(at), allow_unused=True, materialize_grads=True))
     return tree.map(lambda _: next(grads), at)
 
 

@@ -139,7 +139,8 @@ class Pool:
             common = self._packed[job.shared]
             self._has[worker].add(job.shared)
         try:
-            _send(self._socks[worker], {"meta": job.meta, "shared": job.shared, "new": bool(common)}, pack(job.data), common)
+            head = {"meta": job.meta, "shared": job.shared, "new": bool(common)}
+            _send(self._socks[worker], head, pack(job.data), common)
         except OSError:
             raise self._dead(worker) from None
 
@@ -218,7 +219,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def keep_heap() -> None:
-    """Keep freed memory in the process: giving back and faulting in gradients at every step costs more than the step."""
+    """Keep freed memory in the process: giving gradients back and faulting them in again costs more than a step."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc; elsewhere the allocator's own habits stay
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD

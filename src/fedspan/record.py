@@ -88,7 +88,7 @@ class Record:
         return self.directory is not None and self.progress.round > 0
 
     def save(self, force: bool = False) -> None:
-        """Append metrics; write a checkpoint every `checkpoint_every` rounds, but not more often than the clock says."""
+        """Append metrics; write a checkpoint every `checkpoint_every` rounds, `checkpoint_seconds` apart at least."""
         if self.directory is None or self.out is None or self.read_only:
             return
         with open(self.out / "metrics.jsonl", "a") as f:
@@ -143,7 +143,7 @@ class Record:
                 break
         if len(data) < length or len(lines) < self.progress.round:
             self.messages.append(
-                f"Metrics: {path} holds {len(lines)} of {self.progress.round} rounds; the curve of this run is incomplete."
+                f"Metrics: {path} holds {len(lines)} of {self.progress.round} rounds; the curve is incomplete."
             )
         if not self.read_only and len(data) != length:
             with open(path, "r+b" if path.exists() else "wb") as f:

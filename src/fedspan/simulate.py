@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedspan import __version__, evaluate, tree, wire
 from fedspan.aggregate import Mean, weighted_sum
@@ -74,9 +74,7 @@ class Simulation:
         self.parameters = sum(p.numel() for p in task.init().values())
         self.config = config or {"method": {"name": name_of(method), **asdict(method)}, "rounds": rounds}
         kept = {k: v for k, v in self.config.items() if k not in ("train", "rounds", "methods", "method", "name")}
-        self.record = Record(
-            self.engine, federation, s, config=kept, out=out, fresh=fresh, read_only=read_only
-        )
+        self.record = Record(self.engine, federation, s, config=kept, out=out, fresh=fresh, read_only=read_only)
         for _ in range(self.record.progress.halvings):
             self._halve()
         self.capacities = self.record.capacities
@@ -226,7 +224,8 @@ class Simulation:
         down = self.method.download(self.record.server, torch.tensor(ids), self.capacities[c], t)
         codecs = self.method.codecs(t)
         shared, coded = wire.roundtrip(down.shared, codecs)
-        own, more = down.own, {}
+        own = down.own
+        more: dict[str, Tensor] = {}
         if codecs.keys() & own.keys():
             own, more = torch.func.vmap(lambda row: wire.roundtrip(row, codecs))(own)
         for name, n in wire.count(shared, coded).items():
@@ -242,7 +241,8 @@ class Simulation:
         chosen = list(range(self.data.clients))
         if self.settings.evaluate_clients is not None and t < self.rounds:
             rng = generator(self.seed, "evaluate", t)
-            chosen = sorted(rng.choice(chosen, min(len(chosen), self.settings.evaluate_clients), replace=False).tolist())
+            size = min(len(chosen), self.settings.evaluate_clients)
+            chosen = sorted(rng.choice(chosen, size, replace=False).tolist())
         sizes: Counter[str] = Counter()
         part = getattr(self.data, self.settings.evaluate_part)
         jobs = self._jobs("evaluate", t, chosen, sizes, {i: len(part[i]) for i in chosen})
@@ -293,8 +293,8 @@ class Simulation:
         before, start = max(self.record.progress.last_norm, 1.0), max(self.record.progress.start_norm, 1.0)
         if t >= 10 and (norm > 100 * start or norm > 10 * before):
             raise Divergence(
-                f"Simulator: the norm of the server's state rose to {norm:.3g} in round {t}, from {before:.3g} before and"
-                f" {start:.3g} at the start; {self._advice()}"
+                f"Simulator: the norm of the server's state rose to {norm:.3g} in round {t}, from {before:.3g} before"
+                f" and {start:.3g} at the start; {self._advice()}"
             )
         return norm
 
@@ -327,7 +327,9 @@ class Simulation:
         assert self._last is not None
         clients, found, _ = self._last
         p = self.record.progress
-        names = {d: {k.split("/", 1)[1]: v for k, v in sorted(p.names.items()) if k.startswith(d)} for d in ("up", "down")}
+        names = {
+            d: {k.split("/", 1)[1]: v for k, v in sorted(p.names.items()) if k.startswith(d)} for d in ("up", "down")
+        }
         result = Result(
             method=name_of(self.method),
             seed=self.seed,
@@ -379,7 +381,8 @@ def simulate(
         kind = "regression" if data.classes is None else "classification"
         model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)  # type: ignore[arg-type]
     path = None if out is None else Path(out)
-    return Simulation(method, model, data, rounds=rounds, seed=seed, settings=chosen, out=path, fresh=fresh).run(on_round)
+    sim = Simulation(method, model, data, rounds=rounds, seed=seed, settings=chosen, out=path, fresh=fresh)
+    return sim.run(on_round)
 
 
 def check(method: Method, task: Task, data: FederatedData, settings: Settings) -> None:
@@ -392,7 +395,7 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
             " label-groups or domains, or choose another method."
         )
     if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
-        raise ConfigError("Train: evaluate_part='validation' needs a validation part. Set partition.validation above 0.")
+        raise ConfigError("Train: evaluate_part='validation' needs a validation part: set partition.validation > 0.")
     x = data.x[torch.from_numpy(data.train[0][:1])]
     try:
         output = task.predict(task.init(), x)

@@ -1,8 +1,8 @@
-"""The private state of the clients of one capacity group, in memory or on disk, and the files it is saved in.
+"""The private state of the clients of one capacity group, in memory or on disk.
 
 A client's state is one record: the bytes of its leaves one after the other, so all records of a group have one width.
-Initial states can be computed again, so only records that were ever written are kept and saved. A **segment** is an
-immutable safetensors file with `ids` [n] and `rows` [n, width]; a checkpoint is a list of segments, later ones winning.
+Initial states can be computed again, so only records that were ever written are kept and saved; a checkpoint is a list
+of segments (`treefile.Segment`), later ones winning.
 """
 
 from __future__ import annotations
@@ -12,136 +12,16 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import CheckpointError, Divergence
-from fedspan.tree import Outer, Tree
-
-Block: TypeAlias = NDArray[np.uint8]
-"""Records [n, width]."""
-Places: TypeAlias = NDArray[np.int64]
-
-_BLOCK_BYTES = 8 << 20  # rows are copied in pieces of this size, so that memory stays flat
-_MAX_HEADER = 16 << 20
-
-
-def describe(t: Any, lead: int = 0) -> Any:
-    """Keys, types and shapes of a tree as JSON: dict for dict, [a, b] for `Outer`, text for a tensor.
-
-    `lead` leading axes are left out, so that a stacked tree can be compared with one row.
-    """
-    if isinstance(t, Outer):
-        return [describe(t.a, lead), describe(t.b, lead)]
-    if isinstance(t, dict):
-        return {k: describe(v, lead) for k, v in t.items()}
-    if not isinstance(t, Tensor):
-        raise ValueError(f"tree: leaves must be tensors. Got {type(t).__name__}.")
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape[lead:])}"
-
-
-def as_bytes(t: Tensor) -> Block:
-    """The bytes of a tensor, without a copy where it is contiguous on the CPU."""
-    t = t.detach().cpu().contiguous().reshape(-1)
-    return np.asarray(t.view(torch.uint8).numpy()) if t.numel() else np.empty(0, np.uint8)
-
-
-def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: dict[str, str]) -> bytes:
-    """The head of a safetensors file whose data follow in the order of `tensors` (name, type, shape, bytes)."""
-    head: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for name, dtype, shape, size in tensors:
-        head[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(head, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
-    return len(text).to_bytes(8, "little") + text
-
-
-def _segment_header(n: int, width: int, structure: str) -> bytes:
-    tensors = [("ids", "I64", [n], 8 * n), ("rows", "U8", [n, width], n * width)]
-    return safetensors_header(tensors, {"structure": structure})
-
-
-def _pread(fd: int, out: Block, offset: int, name: str) -> None:
-    if os.preadv(fd, [out.data], offset) != out.nbytes:
-        raise CheckpointError(f"Client store: {name} ended early; it was truncated while in use. Resume the run.")
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[int]:
-    try:
-        with path.open("rb", buffering=0) as f:
-            yield f.fileno()
-    except OSError as e:
-        raise CheckpointError(f"Client store: {path.name} cannot be read: {e.strerror}. Resume the run.") from e
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """An immutable file of records: row k of `path` is the state of client `ids[k]`."""
-
-    path: Path
-    ids: Places
-    offset: int
-    width: int
-    structure: str
-
-    @classmethod
-    def open(cls, path: Path) -> Segment:
-        """Read the head of a segment file.
-
-        Raises:
-            CheckpointError: if it is not exactly such a file.
-        """
-        try:
-            with path.open("rb") as f:
-                size = int.from_bytes(f.read(8), "little")
-                if size > _MAX_HEADER:
-                    raise ValueError("its header is too long")
-                head = json.loads(f.read(size))
-                (n, width), structure = head["rows"]["shape"], head["__metadata__"]["structure"]
-                expected = _segment_header(n, width, structure)
-                f.seek(0)
-                # Comparing with what we would have written checks every field of the header at once.
-                if f.read(len(expected)) != expected or path.stat().st_size != len(expected) + n * (8 + width):
-                    raise ValueError("its header does not describe its contents")
-                ids = np.frombuffer(f.read(8 * n), "<i8").astype(np.int64)
-            if len(np.unique(ids)) != n:
-                raise ValueError("it names a client twice")
-        except Exception as e:  # an untrusted file: whatever goes wrong, it is this file's fault
-            raise CheckpointError(f"Client store: {path.name} is not a file of client rows: {e}.") from e
-        return cls(path, ids, len(expected) + 8 * n, width, structure)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its rows."""
-        return len(self.ids) * self.width
-
-    def read(self, places: Places, out: Block, to: Places) -> None:
-        """Copy rows `places` of the file to rows `to` of `out`."""
-        with _reading(self.path) as fd:
-            for place, k in zip(places.tolist(), to.tolist()):
-                _pread(fd, out[k], self.offset + place * self.width, self.path.name)
-
-    def blocks(self) -> Iterator[tuple[slice, Block]]:
-        """All rows in order, a few MiB at a time."""
-        step = max(1, _BLOCK_BYTES // max(1, self.width))
-        with _reading(self.path) as fd:
-            for start in range(0, len(self.ids), step):
-                part = slice(start, min(start + step, len(self.ids)))
-                block = np.empty((part.stop - start, self.width), np.uint8)
-                _pread(fd, block, self.offset + start * self.width, self.path.name)
-                yield part, block
-
+from fedspan.tree import Tree
+from fedspan.treefile import BLOCK_BYTES, Block, Places, Segment, as_bytes, describe, pread, segment_header
 
 # The two back ends. `at` are positions 0..n-1 in the group, not client ids.
 
@@ -197,7 +77,7 @@ class _Disk:
                 self._segments[number].read(places, out, to)
             elif number == self._SCRATCH:
                 for place, k in zip(places.tolist(), to.tolist()):
-                    _pread(self._fd, out[k], place * self._width, "the scratch file")
+                    pread(self._fd, out[k], place * self._width, "the scratch file")
         return out
 
     def write(self, at: Places, block: Block) -> None:
@@ -264,9 +144,7 @@ class ClientStore:
             _Disk(n, self.row_bytes, self._directory) if self.on_disk else _Memory(n, self.row_bytes)
         )
         self._touched, self._changed = np.zeros(n, bool), np.zeros(n, bool)
-        self._held = np.zeros(
-            n, bool
-        )  # rows in `_rows`: the touched ones; in memory also initial ones asked for before
+        self._held = np.zeros(n, bool)  # rows in `_rows`: the touched ones; in memory also initial ones asked for
         self.segments: list[Segment] = []
         for segment in segments:
             unknown = [i for i in segment.ids.tolist() if i not in self._position]
@@ -318,9 +196,9 @@ class ClientStore:
         Raises:
             Divergence: at a row that holds NaN or infinity.
         """
-        yield _segment_header(len(ids), self.row_bytes, self.structure)
+        yield segment_header(len(ids), self.row_bytes, self.structure)
         yield np.asarray(ids, "<i8").tobytes()
-        step = max(1, _BLOCK_BYTES // max(1, self.row_bytes))
+        step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             block = self._read(self._at(part))

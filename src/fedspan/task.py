@@ -28,7 +28,7 @@ _LOOP_ONLY: dict[type[nn.Module], str] = {
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask is a function of a key and the position, so that it is the same mapped, in a loop, on a node."""
+    """Dropout whose mask is a function of a key and the position: the same mapped, in a loop and on a node."""
 
     key: Tensor
 

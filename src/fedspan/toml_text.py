@@ -71,14 +71,9 @@ def short(value: Any) -> str:
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without unset values and empty tables, tuples as lists."""
-    out: dict[str, Any] = {}
-    for k, v in values.items():
-        if isinstance(v, Mapping):
-            v = plain(v)
-        if v is not None and v != {}:
-            out[k] = list(v) if isinstance(v, tuple) else v
-    return out
+    """Without unset values, tuples as lists."""
+    out = {k: plain(v) if isinstance(v, Mapping) else v for k, v in values.items() if v is not None}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in out.items()}
 
 
 def write_toml(values: Mapping[str, Any], prefix: str = "") -> str:

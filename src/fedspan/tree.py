@@ -107,7 +107,7 @@ def empty_paths(tree: Any, prefix: str = "") -> list[str]:
     return [p for k, v in tree.items() for p in empty_paths(v, f"{prefix}/{k}" if prefix else k)]
 
 
-def take(tree: Any, ids: Tensor | int) -> Any:
+def take(tree: Any, ids: Tensor | slice | int) -> Any:
     """Rows `ids` of every leaf of a stacked tree."""
     return map(lambda a: a[ids], tree)
 
@@ -159,7 +159,7 @@ def ravel(params: Params) -> Tensor:
 
 def unravel(theta: Tensor, like: Params) -> Params:
     """The inverse of `ravel`, with names and shapes of `like`."""
-    parts = theta.split([a.numel() for a in like.values()])
+    parts = torch.split(theta, [a.numel() for a in like.values()])
     return {k: p.reshape(a.shape) for (k, a), p in zip(like.items(), parts)}
 
 

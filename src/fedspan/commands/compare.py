@@ -28,7 +28,7 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Run several methods on the same data; one directory per method and seed, finished ones are not repeated."""
-    from fedspan.commands.running import conclude, run_all
+    from fedspan.commands.running import run_all
     from fedspan.config import load_config
 
     config = load_config(exp, overrides or [])
@@ -37,8 +37,7 @@ def compare(
         raise ConfigError("compare: name methods with --methods a,b,c, or give the file [methods.NAME] sections.")
     where = directory(out, config.name)
     jobs = plan(config, names, seeds, where)
-    run_all(jobs, fresh=fresh, quiet=quiet)
-    conclude([d for _, _, d in jobs], where / "report.html", config.name)
+    run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet)
 
 
 def plan(config: RunConfig, names: list[str], seeds: int, where: Path) -> list[tuple[str, RunConfig, Path]]:

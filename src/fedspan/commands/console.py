@@ -40,7 +40,7 @@ def show(table: Table) -> None:
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[int] = ()) -> Table:
     """A plain table; columns in `right` hold numbers."""
-    made = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, show_header=any(titles))
     for k, title in enumerate(titles):
         made.add_column(title, justify="right" if k in set(right) else "left", overflow="fold")
     for row in rows:

@@ -18,7 +18,7 @@ Rounds = Annotated[int | None, typer.Option("--rounds", help="Fewer or more roun
 def demo(out: Out = None, rounds: Rounds = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
     """Compare seven methods on real digits: 40 clients in 4 groups that name the digits differently."""
     from fedspan.commands.compare import plan
-    from fedspan.commands.running import conclude, run_all
+    from fedspan.commands.running import run_all
     from fedspan.config import from_dict
     from fedspan.toml_text import parse_toml
 
@@ -27,8 +27,7 @@ def demo(out: Out = None, rounds: Rounds = None, fresh: Fresh = False, quiet: Qu
     where = directory(out, "demo")
     say("40 clients hold 45 handwritten digits each. In 4 groups of 10 the digits go by different names.")
     jobs = plan(config, list(config.methods), 1, where)
-    run_all(jobs, fresh=fresh, quiet=quiet)
-    conclude([d for _, _, d in jobs], where / "report.html", "fedspan demo")
+    run_all(jobs, "fedspan demo", where / "report.html", fresh=fresh, quiet=quiet)
     say(
         "What to see: one model for all (fedavg) cannot please groups that disagree, and training alone (local) has too"
         " few examples. A shared body with private heads (fedper, fedrep) does better than both; a shared subspace"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Annotated
 
@@ -26,7 +27,7 @@ def methods(name: Name = None, as_json: Json = False) -> None:
         typer.echo(json.dumps(found, indent=1))
         return
     if name is not None:
-        say((METHODS[name].__doc__ or "").strip())
+        say(inspect.getdoc(METHODS[name]) or "")
         pairs = {k: v for k, v in found[0].items() if k != "fields"}
         show(table(["", ""], [(k, ", ".join(v) if isinstance(v, list) else v) for k, v in pairs.items()]))
         show(table(["field", "default"], found[0]["fields"].items()))

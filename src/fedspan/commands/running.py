@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedspan.commands.console import note, out, say, show
-from fedspan.errors import FedspanError
+from fedspan.errors import Divergence, FedspanError
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
@@ -113,7 +113,7 @@ class _Shown:
         elif line.get("loss"):
             self.accuracy = f"loss {line['loss']['mean']:.4g}"
         self.sent += _traffic(line["bytes"])
-        facts = f"{self.accuracy}  {self.sent / 1e6:,.2f} MB".strip()
+        facts = ", ".join(filter(None, (self.accuracy, f"{self.sent / 1e6:,.2f} MB")))
         if self.bar is not None:
             self.bar.update(self.task, completed=t, facts=facts)
         elif not self.quiet and (t % self.every == 0 or t == self.rounds):
@@ -121,34 +121,41 @@ class _Shown:
             say(f"{self.label}: round {t} of {self.rounds}, {facts}, {left:.0f} s left")
 
 
-def run_all(jobs: Sequence[tuple[str, RunConfig, Path]], *, fresh: bool = False, quiet: bool = False) -> None:
-    """Run a list of (label, configuration, directory), leaving out what is finished."""
+def run_all(
+    jobs: Sequence[tuple[str, RunConfig, Path]], title: str, page: Path, *, fresh: bool = False, quiet: bool = False
+) -> None:
+    """Run a list of (label, configuration, directory), leaving out what is finished; then table and report page.
+
+    A run that diverges does not take the others with it: it is left out of the table, and the command fails at the end.
+
+    Raises:
+        Divergence: if any run diverged.
+    """
+    lost: list[str] = []
     for label, config, directory in jobs:
         if not fresh and finished(directory, config) is not None:
             note(f"{label}: already finished in {directory}.")
-        else:
+            continue
+        try:
             execute(config, directory, fresh=fresh, quiet=quiet, label=label)
+        except Divergence as e:
+            note(f"{label}: {e}")
+            lost.append(label)
+    done = [directory for label, _, directory in jobs if label not in lost]
+    if done:
+        conclude(done, page, title)
+    if lost:
+        raise Divergence(f"{len(lost)} of {len(jobs)} runs diverged and are not in the table: {', '.join(lost)}.")
 
 
 def conclude(directories: Sequence[Path], page: Path, title: str) -> None:
     """Print the table of finished runs and write the report page."""
-    from fedspan.report import load_runs, summary_rows, to_rich
+    from fedspan.report import load_runs, summary_rows, to_rich, write_page
 
     runs = load_runs(directories)
     show(to_rich(summary_rows(runs)))
-    _page(lambda: _write_page(runs, page, title))
-
-
-def _write_page(runs: Any, page: Path, title: str) -> None:
-    from fedspan.report import write_page
-
-    write_page(runs, page, title)
-    say(f"Report: {page}")
-
-
-def _page(write: Callable[[], None]) -> None:
-    """The numbers are safe on disk: a page that cannot be drawn (no matplotlib) is worth a note, not a failure."""
     try:
-        write()
-    except FedspanError as e:
+        write_page(runs, page, title)
+        say(f"Report: {page}")
+    except FedspanError as e:  # the numbers are safe on disk: a page that cannot be drawn is worth a note only
         note(f"No report page: {e}")

@@ -21,7 +21,7 @@ Values = Annotated[
 
 def sweep(exp: Experiment, values: Values, out: Out = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
     """Run every combination of the values given, e.g. method.rank=1,5,10 seed=0,1; finished ones are not repeated."""
-    from fedspan.commands.running import conclude, run_all
+    from fedspan.commands.running import run_all
     from fedspan.config import load_config
 
     axes = [split(text) for text in values]
@@ -37,8 +37,7 @@ def sweep(exp: Experiment, values: Values, out: Out = None, fresh: Fresh = False
         config = load_config(exp, point).resolve()
         label = ",".join(p for p in point if p.partition("=")[0] in varied) or f"seed={config.seed}"
         jobs.append((label, config, child(where, folder(label))))
-    run_all(jobs, fresh=fresh, quiet=quiet)
-    conclude([d for _, _, d in jobs], where / "report.html", f"{where.name}: {', '.join(varied)}")
+    run_all(jobs, f"{where.name}: {', '.join(varied)}", where / "report.html", fresh=fresh, quiet=quiet)
 
 
 def split(text: str) -> tuple[str, list[str]]:

@@ -46,4 +46,18 @@ def name_of(method: Method) -> str:
     return next((k for k, c in METHODS.items() if type(method) is c), type(method).__name__)
 
 
-__all__ = ["METHODS", "Ditto", "FedAvg", "FedBabu", "FedPer", "FedProx", "FedRep", "LgFedAvg", "Local", "Oracle", "PflMf", "make", "name_of"]
+__all__ = [
+    "METHODS",
+    "Ditto",
+    "FedAvg",
+    "FedBabu",
+    "FedPer",
+    "FedProx",
+    "FedRep",
+    "LgFedAvg",
+    "Local",
+    "Oracle",
+    "PflMf",
+    "make",
+    "name_of",
+]

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from fedspan.batches import Amount, Batch, Epochs
 from fedspan.method import Sent, Sharing, Visit, Who
 from fedspan.task import Task
-from fedspan.tree import Params, Tensor, Tree
+from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +19,8 @@ class Ditto(Sharing):
     """Ditto. Li et al., ICML 2021, Algorithm 1.
 
     Symbols: theta = the global model w, v = the personal model of client k, lam = λ.
-    v minimises F_k(v) + λ/2 ‖v − w^t‖² for `personal_epochs` on the same batches. Kept: v (and h, the private head of the
-    global model if `private_head`). Sent: theta.
+    v minimises F_k(v) + λ/2 ‖v − w^t‖² for `personal_epochs` on the same batches. Kept: v (and h, the private head of
+    the global model if `private_head`). Sent: theta.
     """
 
     paper: ClassVar[str] = "Li et al., ICML 2021"

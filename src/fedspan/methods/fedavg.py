@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedspan import tree
+from torch import Tensor
+
 from fedspan.batches import Batch
 from fedspan.local import Loss
 from fedspan.method import Sent, Sharing, Visit
@@ -52,7 +53,7 @@ class FedProx(FedAvg):
         """The loss with the proximal term."""
         names = [k for k in start if k in set(task.names)]
 
-        def h_k(theta: Params, batch: Batch) -> tree.Tensor:
+        def h_k(theta: Params, batch: Batch) -> Tensor:
             far = sum((theta[k] - start[k]).square().sum() for k in names)
             # An empty slot in a mapped run is no step: the pull towards the start must vanish with the batch.
             return task.loss(theta, batch) + self.mu / 2 * far * batch.live  # h_k(w; w^t), eq. (2)

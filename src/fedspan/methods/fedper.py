@@ -15,8 +15,8 @@ from fedspan.tree import Tree
 class FedPer(Sharing):
     """FedPer. Arivazhagan et al., 2019, Algorithms 1 and 2.
 
-    Symbols: theta = base layers W_B, h = personalisation layers W_P of client j: the head, or the parameters whose names
-    start with one of `personal_layers`. Kept: h. Sent: theta.
+    Symbols: theta = base layers W_B, h = personalisation layers W_P of client j: the head, or the parameters whose
+    names start with one of `personal_layers`. Kept: h. Sent: theta.
     """
 
     paper: ClassVar[str] = "Arivazhagan et al., 2019"

@@ -53,7 +53,7 @@ class PflMf(Averaging):
         self.one_of("g_at", "old", "new")
         self.one_of("wire", "rank-one", "full")
         if self.private_head or self.optimizer != "sgd" or self.momentum or self.weight_decay:
-            raise ConfigError("PflMf: private_head, momentum, weight_decay and other optimizers are not part of Algorithm 1.")
+            raise ConfigError("PflMf: private_head, momentum, weight_decay and adamw are not part of Algorithm 1.")
 
     def plan(self) -> Mapping[str, Amount]:
         return {"v": Steps(self.v_steps) if self.v_unit == "step" else Epochs(self.v_steps), "G": All()}

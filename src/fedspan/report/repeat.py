@@ -23,7 +23,8 @@ def facts(groups: Sequence[Group]) -> list[str]:
         return None if len(found) > 1 or found == {"none"} else clean(found.pop(), 40)
 
     source, kind, model = common("data", "source"), common("partition", "kind"), common("model", "kind")
-    sizes = {len(run.result.get("names") or run.result["per_client"].get("n") or []) for run in runs}
+    counts = [run.result["per_client"].get("n") for run in runs]
+    sizes = {len(n) if isinstance(n, list) else 0 for n in counts}
     rounds, seeds = {run.rounds for run in runs}, {len(g.seeds) for g in groups}
     out = [f"data: {source}" if source else "", f"split: {kind}" if kind else "", f"model: {model}" if model else ""]
     out.append(f"{sizes.pop()} clients" if len(sizes) == 1 else "")
@@ -46,7 +47,9 @@ def notes(groups: Sequence[Group]) -> list[str]:
         out.append("Not every row has the same seeds.")
     for g in groups:
         for run in g.runs:
-            said = [m for m in run.result.get("messages") or [] if isinstance(m, str) and not m.startswith("Resuming")]
+            messages = run.result.get("messages")
+            known = messages if isinstance(messages, list) else []
+            said = [m for m in known if isinstance(m, str) and not m.startswith("Resuming")]
             out += [f"{g.label}, seed {run.seed}: {clean(without_paths(m), 300)}" for m in said[:3]]
     return out[:12]
 
@@ -65,7 +68,7 @@ def configuration(groups: Sequence[Group]) -> str:
             body += f'<tr><th scope="row">{escape(clean(k))}</th>{cells}</tr>\n'
         out += (
             '<div class="box" role="region" aria-label="Settings that differ" tabindex="0"><table>'
-            "<caption><span>Settings that differ between the rows; – where a method has no such setting.</span></caption>"
+            "<caption><span>Settings that differ; – where a method has no such setting.</span></caption>"
             f'<thead><tr><th scope="col">setting</th>{head}</tr></thead><tbody>\n{body}</tbody></table></div>\n'
         )
     elif len(groups) > 1:
@@ -83,6 +86,9 @@ def configuration(groups: Sequence[Group]) -> str:
     if isinstance(first.config.get("data"), dict):
         out += "<p>To repeat, save the configuration above as <code>config.toml</code> and run</p>\n"
         out += f'<pre class="command">{escape(_command(groups))}</pre>\n'
+        if "compare" in _command(groups):
+            out += "<p>The first line repeats that one run. The second repeats the table; what differs between methods"
+            out += " goes under <code>[methods.NAME]</code>.</p>\n"
     else:
         out += "<p>This run was started from Python; the configuration above is what its method was given.</p>\n"
     return out
@@ -112,6 +118,8 @@ def toml(values: Mapping[str, Any], prefix: str = "") -> str:
 def _line(key: str, value: Any) -> str:
     if value is None:
         return f"# {_key(key)} is not set"
+    if isinstance(value, str) and without_paths(value) != value:
+        return f"# {_key(key)} = {_value(value)} was a path of the machine it ran on; set your own"
     return f"{_key(key)} = {_value(value)}"
 
 

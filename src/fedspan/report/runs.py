@@ -122,8 +122,9 @@ def load_runs(paths: str | Path | Iterable[str | Path], unfinished: list[Path] |
         if unfinished is not None:
             unfinished += waiting
         for each in inside:
-            if each.resolve() not in found:
-                found[each.resolve()] = load_run(each)
+            place = (each.parent if each.name == "result.json" else each).resolve()
+            if place not in found:
+                found[place] = load_run(each)
     if not found:
         raise FedspanError("Report: at least one run directory must be given. Got none.")
     return list(found.values())

@@ -217,11 +217,17 @@ def to_rich(rows: Sequence[Row]) -> Table:
     from rich.text import Text
 
     cols = columns(rows)
+    shared = [c for c in cols[-2:] if len({c.text(r) for r in rows}) == 1]  # said once below, to fit 80 columns
+    cols = [c for c in cols if c not in shared]
     best = [c.winners(rows) for c in cols]
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    below = ", ".join(f"{c.title}: {c.text(rows[0])}" for c in shared)
+    table = Table(
+        box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, caption=below or None, caption_justify="left"
+    )
     for c in cols:
-        title = c.title.replace("-round", " and round")  # shorter words, so that a narrow terminal can break the line
-        table.add_column(Text(title), justify="left" if c.sort is None else "right")
+        title = c.title.replace(" (± over ", "\n± over ").replace(")", "").replace(" per client-", "\nper client\nand ")
+        title = title.replace("tenth", "\ntenth").replace(" \n", "\n").replace("MB in ", "MB in\n")
+        table.add_column(Text(title), justify="left" if c.sort is None else "right", no_wrap=c.sort is not None)
     for r in rows:
         # Text, not markup: a label may hold square brackets.
         table.add_row(*(Text(c.text(r), "bold green" if r.label in b else "") for c, b in zip(cols, best)))

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_ABSOLUTE = re.compile(r"(?<![\w.~/\\])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\'\":;,]+)+[/\\]?")
+_ABSOLUTE = re.compile(r"(?<![\w.~/\\])(?:~|[A-Za-z]:)?(?:(?:/|\\{1,2})[^\s/\\'\":;,]+)+[/\\]*")
+_WHOLE = re.compile(r"(?:~|/|[A-Za-z]:[/\\])[^\n'\"]*")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -30,10 +31,12 @@ def without_paths(text: str) -> str:
     """The text with every absolute path cut to its last part: a report is passed on, the machine's layout is not."""
 
     def cut(match: re.Match[str]) -> str:
-        parts = re.split(r"[/\\]", match.group().rstrip("/\\"))
+        parts = re.split(r"[/\\]+", match.group().rstrip("/\\"))
         return match.group() if len(parts) < 3 and not match.group().startswith("~") else f"…/{parts[-1]}"
 
-    return _ABSOLUTE.sub(cut, text)
+    text = text.replace("file://", "")
+    whole = _WHOLE.fullmatch(text)  # a path alone may hold blanks
+    return cut(whole) if whole else _ABSOLUTE.sub(cut, text)
 
 
 def clean(text: str, longest: int = 80) -> str:

@@ -46,10 +46,10 @@ def summary(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     if rest:
         out.append(_worst(known))
     for name, phrase in (("local", "training alone"), ("fedavg", "FedAvg")):
-        base = next((r for r in rest if r.label == name), None)
-        if base is not None:
+        base = next((r for r in rest if r.method == name), None)
+        if base is not None and best.method != name:
             out.append(_over(best, base, phrase, by_label if name == "local" else None))
-    if best.label == "local" and rest:
+    if best.method == "local" and any(r.method != "local" for r in rest):
         out.append("No method here beats training alone.")
     out.append(_cost(known))
     out.append(_certainty(known))
@@ -101,7 +101,8 @@ def _over(best: Row, base: Row, phrase: str, by_label: Mapping[str, Group] | Non
     text = f"Over {phrase} ({best.measure.phrase(base.mean)}) it gains {best.measure.gap(gain)}"
     if best.worst is not None and base.worst is not None:
         tenth = best.measure.gain(best.worst, base.worst)
-        text += f" on average and {best.measure.gap(tenth)} for the worst tenth"
+        verb = "and" if tenth >= 0.0 else "but loses"
+        text += f" on average {verb} {best.measure.gap(abs(tenth))} for the worst tenth"
     better, of = _gainers(best, by_label[best.label], by_label[base.label]) if by_label else (0, 0)
     seeds = " (over all seeds)" if len(best.seeds) > 1 else ""
     return text + (f"; {better} of {of} clients{seeds} do better than alone." if of else ".")
@@ -127,7 +128,7 @@ def _cost(known: Sequence[Row]) -> str:
         return "It sends nothing."
     text = f"It sends {short(best.total)} MB in total"
     others = [r for r in known[1:] if r.total]
-    base = next((r for r in others if r.label == "fedavg"), others[0] if others else None)
+    base = next((r for r in others if r.method == "fedavg"), others[0] if others else None)
     if base is None or base.total is None:
         return text + "."
     ratio = best.total / base.total
