@@ -25,7 +25,7 @@ def one(workload: str, method: str) -> dict[str, object]:
     base = floor(w, seconds)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     top = limit(w, 3.0)
-    speed, memory = fedspan_speed(w, method, PFL_MF if method == "pfl-mf" else {})
+    speed, memory = fedspan_speed(w, method, PFL_MF if method == "pfl-mf-paper" else {})
     return {
         "workload": workload,
         "method": method,
@@ -53,11 +53,12 @@ def main() -> None:
     if unknown:
         sys.exit(f"bench: unknown workload {unknown[0]!r}. Allowed: {', '.join(WORKLOADS)}, scale.")
     rows = []
-    print(f"{'workload':<15}{'method':<9}{'samples/s':>11}{'floor':>9}{'x floor':>9}{'limit':>9}{'x limit':>9}{'MB':>7}")
+    titles = ("samples/s", "floor", "x floor", "limit", "x limit", "MB")
+    print(f"{'workload':<15}{'method':<14}" + "".join(f"{t:>10}" for t in titles))
     for name in names:
         if name == "scale":
             continue
-        for method in ("fedavg", "pfl-mf"):
+        for method in ("fedavg", "pfl-mf-paper"):
             row = json.loads(
                 subprocess.run(
                     [sys.executable, "-m", "bench", "--row", name, method], check=True, capture_output=True, text=True
@@ -66,8 +67,8 @@ def main() -> None:
             rows.append(row)
             top, ratio = ("-", "-") if row["limit"] is None else (f"{row['limit']:,}", f"{row['ratio_limit']:.2f}")
             print(
-                f"{name:<15}{method:<9}{row['samples_per_s']:>11,}{row['floor']:>9,}{row['ratio_floor']:>9.2f}"
-                f"{top:>9}{ratio:>9}{row['peak_rss_mb']:>7,}",
+                f"{name:<15}{method:<14}{row['samples_per_s']:>10,}{row['floor']:>10,}{row['ratio_floor']:>10.2f}"
+                f"{top:>10}{ratio:>10}{row['peak_rss_mb']:>10,}",
                 flush=True,
             )
     if "scale" in names:

@@ -72,7 +72,7 @@ def make_task(kind: str = "mlp") -> Task:
 def make_data(
     kind: str = "mlp", clients: int = 7, seed: int = 0, equal: bool = False, opposed: bool = True
 ) -> FederatedData:
-    """Clients of very different sizes in two groups (with `opposed`, one names the classes differently), easy to learn."""
+    """Clients of very different sizes in two groups, easy to learn; with `opposed` one renames the classes."""
     rng = np.random.default_rng(seed)
     shape = (5,) if kind in ("mlp", "dropout") else (1, 6, 6)
     centres = rng.normal(size=(3, *shape)) * 2

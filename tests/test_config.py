@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import tomllib
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ from hypothesis import strategies as st
 
 from fedspan import config as config_module
 from fedspan.commands.console import child, directory
+from fedspan.commands.sweep import folder, split
 from fedspan.config import RunConfig, assemble, from_dict, load_config, to_toml
 from fedspan.errors import ConfigError
 from fedspan.methods import METHODS
 from fedspan.toml_text import parse_value, write_toml
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer's own import uses names that click deprecates
-    from fedspan.commands.sweep import folder, split
 
 FULL = """
 name = "trial"

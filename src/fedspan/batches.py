@@ -50,21 +50,47 @@ Amount: TypeAlias = Epochs | Steps | All | Validation
 
 @dataclass(frozen=True)
 class Batch:
-    """One minibatch: inputs, labels, and weights that are 1 for an example and 0 for an empty slot.
+    """One minibatch: inputs, labels, and which slots hold an example.
 
-    `mapped` says that the code runs for many clients at once, where gradients come from `torch.func`.
+    `mapped` says that the code runs for many clients at once: there may be empty slots, and gradients come from
+    `torch.func`. When not mapped, every slot holds an example.
     """
 
     x: Tensor
     y: Tensor
-    w: Tensor
-    key: Tensor
-    mapped: bool = False
+    slots: Tensor | None  # row indices, −1 = empty; None when not mapped
+    stream: Tensor
+    step: int
+
+    @property
+    def mapped(self) -> bool:
+        """Whether many clients are computed at once."""
+        return self.slots is not None
+
+    @property
+    def w(self) -> Tensor:
+        """1 for an example, 0 for an empty slot."""
+        dtype = self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
+        if self.slots is None:
+            return torch.ones(len(self.x), dtype=dtype, device=self.x.device)
+        return (self.slots >= 0).to(dtype)
 
     @property
     def live(self) -> Tensor:
         """Whether there is any example in it."""
-        return self.w.any()
+        return torch.ones((), dtype=torch.bool) if self.slots is None else (self.slots >= 0).any()
+
+    @property
+    def key(self) -> Tensor:
+        """A key for random numbers of this step alone."""
+        return fold(self.stream, self.step)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of per-example values over the examples; 0 if there is none."""
+        if self.slots is None:
+            return values.mean()
+        w = self.w
+        return (values * w).sum() / w.sum().clamp_min(1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +99,7 @@ class Batches:
 
     x: Tensor
     y: Tensor
-    rows: Tensor  # [K, B] indices into x and y, −1 = empty slot
+    rows: Tensor  # [K, B] indices into x and y, −1 = empty slot, only at the end of a row
     key: Tensor
     relabel: Tensor | None = None
     mapped: bool = False
@@ -82,21 +108,22 @@ class Batches:
         return self.rows.shape[0]
 
     def __iter__(self) -> Iterator[Batch]:
+        sizes = None if self.mapped else (self.rows >= 0).sum(1).tolist()
         for k, row in enumerate(self.rows.unbind(0)):
-            if not self.mapped:
-                row = row[row >= 0]
-                if len(row) == 0:
-                    continue
-            yield self._fetch(row, k)
+            if sizes is None:
+                yield self._fetch(row, k)
+            elif sizes[k]:
+                yield self._fetch(row[: sizes[k]], k)
 
     def _fetch(self, row: Tensor, step: int) -> Batch:
-        at = row.clamp_min(0) if self.mapped else row
-        y = self.y[at]
+        if self.mapped:
+            at = row.clamp_min(0)
+            x, y = self.x[at], self.y[at]
+        else:
+            x, y = self.x.index_select(0, row), self.y.index_select(0, row)
         if self.relabel is not None:
             y = self.relabel[y]
-        dtype = self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
-        w = (row >= 0).to(dtype) if self.mapped else torch.ones(len(row), dtype=dtype, device=self.x.device)
-        return Batch(self.x[at], y, w, fold(self.key, step), self.mapped)
+        return Batch(x, y, row if self.mapped else None, self.key, step)
 
     def first(self, k: int) -> Batches:
         """The first k of them."""
@@ -124,15 +151,17 @@ def draw(
 
     Args:
         batch_size: None means all examples in one batch.
-        drop_last: leave out a last batch that is not full (unless it is the only one), for batch normalisation.
+        drop_last: for batch normalisation: leave out a last batch that is not full (unless it is the only one), and
+            never make a batch of one example; a client that has only one takes no steps.
     """
     n = len(train)
     width = n if batch_size is None else min(batch_size, n)
-    per_pass = n // width if drop_last else -(-n // width)
+    per_pass = (n // width if width > 1 else 0) if drop_last else -(-n // width)
     passes: list[Index] = []
     rng = generator(seed, "batches", round, client)
 
     def shuffled(steps: int) -> Index:
+        steps = steps if per_pass else 0
         while len(passes) * per_pass < steps:
             passes.append(rows_of(rng.permutation(train), width)[:per_pass])
         if not steps:
@@ -147,7 +176,7 @@ def draw(
             case Steps(number):
                 streams[name] = shuffled(number)
             case All():
-                streams[name] = rows_of(train, width)
+                streams[name] = _no_single(rows_of(train, width)) if drop_last else rows_of(train, width)
             case Validation():
                 if len(validation) == 0:
                     raise ConfigError(
@@ -165,6 +194,18 @@ def rows_of(index: Index, width: int) -> Index:
     out = np.full(steps * width, -1, np.int64)
     out[: len(index)] = index
     return out.reshape(steps, width)
+
+
+def _no_single(rows: Index) -> Index:
+    """Rows of which none holds one example alone: it joins the row before, or is left out if there is none."""
+    if len(rows) == 0 or (rows[-1] >= 0).sum() != 1:
+        return rows
+    if len(rows) == 1:
+        return rows[:0]
+    joined = np.full((len(rows) - 1, rows.shape[1] + 1), -1, np.int64)
+    joined[:, :-1] = rows[:-1]
+    joined[-1, -1] = rows[-1, 0]
+    return joined
 
 
 def pad(streams: Sequence[Index]) -> Tensor:

@@ -25,24 +25,12 @@ import numpy as np
 import torch
 
 import fedspan
-from fedspan import tree
+from fedspan import tree, treefile
 from fedspan.errors import CheckpointError, Divergence
 from fedspan.lock import Lock
 from fedspan.store import ClientStore
 from fedspan.tree import Tree
-from fedspan.treefile import (
-    SCHEMA,
-    Segment,
-    TooNew,
-    fault,
-    fsync_directory,
-    load_tree,
-    read_manifest,
-    render,
-    text,
-    tree_chunks,
-    write,
-)
+from fedspan.treefile import Segment, TooNew, load_tree, read_manifest, render, text
 
 KEEP = 3
 SMALL_BYTES = 32 << 20  # up to here every save writes all rows: simpler files, and it costs little
@@ -190,7 +178,7 @@ class RunDirectory:
             entries: dict[str, Any] = {}
             name = f"server-{g}.safetensors"
             written.append(name)
-            entries[name] = write(self.path / name, tree_chunks(server, {}))
+            entries[name] = treefile.write(self.path / name, treefile.tree_chunks(server, {}))
             new: list[Segment | None] = []
             for k, store in enumerate(stores):
                 entries |= {} if base else {s.path.name: before["files"][s.path.name] for s in store.segments}
@@ -198,13 +186,13 @@ class RunDirectory:
                 name = f"rows-{g}-{k}.safetensors"
                 if ids:
                     written.append(name)
-                    entries[name] = write(self.path / name, store.segment_chunks(ids))
+                    entries[name] = treefile.write(self.path / name, store.segment_chunks(ids))
                 new.append(Segment.open(self.path / name) if ids else None)
-            fsync_directory(self.path)
-            fault("between-rename-and-manifest", f"manifest-{g}.json")
+            treefile.fsync_directory(self.path)
+            treefile.fault("between-rename-and-manifest", f"manifest-{g}.json")
             lists = [[*([] if base else store.segments), last] for store, last in zip(stores, new)]
             body = {
-                "schema": SCHEMA, "generation": g, "base": g if base else before["base"],
+                "schema": treefile.SCHEMA, "generation": g, "base": g if base else before["base"],
                 "round": round, "run": self._run, "identity": self.identity,
                 "identity_sha256": hashlib.sha256(text(self.identity).encode()).hexdigest(),
                 "versions": {"fedspan": fedspan.__version__, "python": platform.python_version(),
@@ -214,9 +202,9 @@ class RunDirectory:
             }  # fmt: skip
             body = json.loads(json.dumps(body))  # as it will be read: text keys, lists
             written.append(f"manifest-{g}.json")
-            write(self.path / written[-1], [render(body)])
-            fault("before-dir-fsync", written[-1])
-            fsync_directory(self.path)
+            treefile.write(self.path / written[-1], [render(body)])
+            treefile.fault("before-dir-fsync", written[-1])
+            treefile.fsync_directory(self.path)
         except BaseException as e:
             self._remove(reversed(written))
             what = f"Checkpoint: generation {g} of {self.path} was not written:"

@@ -30,12 +30,13 @@ def summary(values: Sequence[float | None], n: Sequence[float]) -> dict[str, flo
     if not kept:
         return {}
     v, w = np.array([a for a, _ in kept]), np.array([b for _, b in kept], np.float64)
-    return {
-        "mean": float(v.mean()),
-        "weighted": float((v * w).sum() / w.sum()),
-        "std": float(v.std()),
-        "p10": float(np.percentile(v, 10)),
-    }
+    with np.errstate(all="ignore"):  # huge losses may overflow; who saves them checks that they are finite
+        return {
+            "mean": float(v.mean()),
+            "weighted": float((v * w).sum() / w.sum()),
+            "std": float(v.std()),
+            "p10": float(np.percentile(v, 10)),
+        }
 
 
 def summarise(clients: Mapping[str, Sequence[float | None]]) -> dict[str, dict[str, float]]:

@@ -117,13 +117,18 @@ class Method:
     """Base of all methods: the functions every method has, with the defaults most of them want."""
 
     family: ClassVar[str] = "baseline"
-    paper: ClassVar[str] = ""
+    reference: ClassVar[str] = ""
     needs_groups: ClassVar[bool] = False
 
     @property
     def weight(self) -> Literal["samples", "one", "own"]:
         """How uploads are weighted: by examples, all alike, or by a scalar of the method's own."""
         return "samples"
+
+    @property
+    def secure_sum(self) -> str:
+        """Whether what is sent as `mean` could be added up without being seen: "yes", "no", or with which option."""
+        return "yes"
 
     @property
     def weight_bound(self) -> float:
@@ -162,8 +167,11 @@ class Method:
         """One client's round: what it keeps and what it sends."""
         raise TypeError(f"{type(self).__name__}: client_update must be defined.")
 
-    def lift(self, mean: Tree, server: Tree, capacity: Capacity) -> Tree:
-        """Applied on the server to each decoded upload before averaging: to one shape for all capacities."""
+    def lift(self, mean: Tree, shared: Tree, capacity: Capacity) -> Tree:
+        """Applied on the server to each decoded upload before averaging: to one shape for all capacities.
+
+        `shared` is the download that clients of this capacity received in common.
+        """
         return mean
 
     def server_update(self, server: Tree, round: Round) -> Tree:
@@ -177,6 +185,10 @@ class Method:
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         """Outputs for inputs `x` from what `personal` returned."""
         return task.predict(personal, x)
+
+    def monitor(self, server: Tree) -> dict[str, float]:
+        """Numbers about the server's state worth a curve; asked for whenever the run is evaluated."""
+        return {}
 
     def codecs(self, round: int) -> Mapping[str, Codec]:
         """How named parts of the payload are written on the wire, both ways; what is not named travels as it is."""

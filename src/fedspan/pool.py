@@ -74,17 +74,22 @@ class Pool:
         done: dict[int, tuple[Meta, Tree]] = {}
         at: dict[int, int] = {}  # worker → job
         waiting = iter(range(len(jobs)))
-        with selectors.DefaultSelector() as ready:
-            for w, s in enumerate(self._socks):
-                ready.register(s, selectors.EVENT_READ, w)
-                self._give(w, jobs, waiting, at)
-            for k in range(len(jobs)):
-                while k not in done:
-                    for entry, _ in ready.select():
-                        w = entry.data
-                        done[at.pop(w)] = self._answer(w)
-                        self._give(w, jobs, waiting, at)
-                yield done.pop(k)
+        try:
+            with selectors.DefaultSelector() as ready:
+                for w, s in enumerate(self._socks):
+                    ready.register(s, selectors.EVENT_READ, w)
+                    self._give(w, jobs, waiting, at)
+                for k in range(len(jobs)):
+                    while k not in done:
+                        for entry, _ in ready.select():
+                            w = entry.data
+                            done[at[w]] = self._answer(w)
+                            del at[w]
+                            self._give(w, jobs, waiting, at)
+                    yield done.pop(k)
+        finally:
+            if at:  # an error, or nobody wants the rest: answers still under way must not be taken for later ones
+                self.close()
 
     def close(self) -> None:
         """Stop the workers and wait for them."""
@@ -150,9 +155,8 @@ class Pool:
         except (EOFError, OSError):
             raise self._dead(worker) from None
         if "error" in head:
-            if head["expected"]:
-                raise FedspanError(head["error"])
-            raise WorkerError(head["error"])
+            known: list[type[Exception]] = [FedspanError, *FedspanError.__subclasses__()]
+            raise next((c for c in known if c.__name__ == head["kind"]), WorkerError)(head["error"])
         return head["meta"], unpack(data)
 
     def _dead(self, worker: int) -> WorkerError:
@@ -181,9 +185,9 @@ class Pool:
                 meta, tree = self.handler(head["meta"], unpack(data), shared.get(head["shared"], EMPTY))
                 _send(sock, {"meta": meta}, pack(tree))
             except FedspanError as e:
-                _send(sock, {"error": str(e), "expected": True})
+                _send(sock, {"error": str(e), "kind": type(e).__name__})
             except BaseException:
-                _send(sock, {"error": traceback.format_exc(), "expected": False})
+                _send(sock, {"error": traceback.format_exc(), "kind": ""})
 
 
 def _send(sock: socket.socket, head: Meta, data: bytes = b"", common: bytes = b"") -> None:
@@ -194,10 +198,10 @@ def _send(sock: socket.socket, head: Meta, data: bytes = b"", common: bytes = b"
             sock.sendall(part)
 
 
-def _receive(sock: socket.socket) -> tuple[Meta, bytes, bytes]:
+def _receive(sock: socket.socket) -> tuple[Meta, bytearray, bytearray]:
     sizes = struct.unpack("<QQQ", _exactly(sock, 24))
     text, data, common = (_exactly(sock, n) for n in sizes)
-    return json.loads(bytes(text)), bytes(data), bytes(common)
+    return json.loads(bytes(text)), data, common
 
 
 def _exactly(sock: socket.socket, n: int) -> bytearray:

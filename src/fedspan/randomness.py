@@ -58,7 +58,7 @@ def fold(k: Tensor, n: int | Tensor) -> Tensor:
 
 def uniform(k: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Uniform numbers in (0, 1), one per position, from a key alone."""
-    return (_bits(k, shape).to(torch.float64) + 0.5).div(2.0**32).to(dtype)
+    return (_bits(k, shape).to(torch.float64) + 0.5).div(2.0**32).to(dtype).clamp_max(1 - torch.finfo(dtype).eps / 2)
 
 
 def normal(k: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -11,8 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedspan import tree
-from fedspan.checkpoint import RunDirectory
+from fedspan.checkpoint import Loaded, RunDirectory
+from fedspan.data.federated import FederatedData
 from fedspan.engine import Engine
 from fedspan.method import Capacity, Federation, Who
 from fedspan.methods import name_of
@@ -33,6 +37,7 @@ class Progress:
     halvings: int = 0
     start_norm: float = 0.0
     last_norm: float = 0.0
+    notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
 
 
 class Record:
@@ -58,14 +63,31 @@ class Record:
         if out is not None:
             identity = {"config": config, "train": settings.deciding(), "seed": engine.seed, "mapping": engine.mapping}
             identity |= {"method": {"name": name_of(engine.method), **asdict(engine.method)}}
+            identity |= {"data.fingerprint": fingerprint(engine.data), "model.fingerprint": engine.task.fingerprint()}
             self.directory = RunDirectory(out / "checkpoints", flat(identity), read_only=read_only)
-            loaded = self.directory.load(fresh=fresh)
+            try:
+                loaded = self.directory.load(fresh=fresh)
+            except BaseException:
+                self.directory.close()
+                raise
             self.messages += self.directory.warnings
+        try:
+            self._begin(engine, loaded)
+        except BaseException:
+            self.close()
+            raise
+        self.messages += self.progress.notes
+        self._saved_at = time.monotonic()
+        self._written = len(self.lines)
+
+    def _begin(self, engine: Engine, loaded: Loaded | None) -> None:
+        """Start from nothing, or from a checkpoint."""
+        out, read_only = self.out, self.read_only
         self.stores = {c: self._store(engine, c) for c in self.capacities}
         if loaded is None:
             first = engine.model(self.capacities[0])
-            self.server: Tree = engine.method.init_server(first, federation)
-            self.common: Tree = engine.method.common(first, federation)
+            self.server: Tree = tree.contiguous(engine.method.init_server(first, self.federation))
+            self.common: Tree = tree.contiguous(engine.method.common(first, self.federation))
             norm = math.sqrt(float(tree.squared_norm(self.server)))
             self.progress = Progress(start_norm=norm, last_norm=norm)
             if out is not None and not read_only:
@@ -79,8 +101,6 @@ class Record:
             e |= {"totals": Counter(e["totals"]), "names": Counter(e["names"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)
-        self._saved_at = time.monotonic()
-        self._written = len(self.lines)
 
     @property
     def resumed(self) -> bool:
@@ -149,6 +169,18 @@ class Record:
             with open(path, "r+b" if path.exists() else "wb") as f:
                 f.truncate(min(length, len(data)))
         return lines
+
+
+def fingerprint(data: FederatedData) -> str:
+    """A short hash of who holds what: enough to tell other data from the same, cheap for large pools."""
+    h = hashlib.blake2b(digest_size=8)
+    stride = max(1, len(data.x) // 1000)
+    for t in (data.x[::stride], data.y, *([] if data.relabel is None else [data.relabel])):
+        h.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data if t.numel() else b"")
+    for part in (data.train, data.validation, data.test):
+        for rows in part:
+            h.update(len(rows).to_bytes(8, "little") + rows.tobytes())
+    return h.hexdigest()
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

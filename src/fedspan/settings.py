@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -47,7 +48,10 @@ class Settings:
             check(name, isinstance(value, int) and not isinstance(value, bool) and value >= low, f"an integer >= {low}")
 
         check("participation", 0.0 < self.participation <= 1.0, "a number in (0, 1]")
-        check("sampling", self.sampling in ("fraction", "bernoulli"), "'fraction' or 'bernoulli'")
+        for name, hint in typing.get_type_hints(type(self)).items():
+            if typing.get_origin(hint) is Literal:
+                allowed = typing.get_args(hint)
+                check(name, getattr(self, name) in allowed, "one of " + ", ".join(map(repr, allowed)))
         if self.batch_size != "full":
             whole("batch_size", 1)
         whole("epochs", 0)

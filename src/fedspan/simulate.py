@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import platform
+import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,7 @@ from fedspan.method import Capacity, Federation, Method, Round
 from fedspan.methods import name_of
 from fedspan.pool import Job, Meta, Pool
 from fedspan.randomness import generator
-from fedspan.record import Record
+from fedspan.record import Progress, Record
 from fedspan.result import Result
 from fedspan.settings import Settings, dropped, sample
 from fedspan.task import Task
@@ -58,8 +63,9 @@ class Simulation:
         config: dict[str, Any] | None = None,
         read_only: bool = False,
     ) -> None:
-        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
-            raise ConfigError(f"Simulation: rounds must be an integer >= 0. Got {rounds!r}.")
+        for name, value in (("rounds", rounds), ("seed", seed)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"Simulation: {name} must be an integer >= 0. Got {value!r}.")
         s = self.settings = settings or Settings()
         self.method, self.task, self.rounds, self.seed, self.out = method, task, rounds, seed, out
         self.dtype = torch.float64 if s.dtype == "float64" else torch.float32
@@ -82,6 +88,7 @@ class Simulation:
             done = self.record.progress.round
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
         self.pool = Pool(self._handle, 1)
+        self._busy = False
         self._last: tuple[dict[str, list[float | None]], dict[str, Any], int] | None = None
 
     @property
@@ -102,48 +109,76 @@ class Simulation:
         try:
             with Pool(self._handle, self.settings.workers or len(os.sched_getaffinity(0))) as self.pool:
                 while self.record.progress.round < self.rounds:
-                    line = self._step()
+                    with _finish_first() as interrupted:
+                        line = self._step()
                     if on_round is not None:
                         on_round(line)
+                    if interrupted:
+                        raise KeyboardInterrupt
                 if self._last is None:  # a run of no rounds, or one that was finished before
                     self._last = self._evaluate(self.record.progress.round)
             self.record.save(force=True)
             return self._result()
         except KeyboardInterrupt:
-            self.record.save(force=True)
+            if not self._busy:  # in the middle of a round the last checkpoint is the last consistent state
+                self.record.save(force=True)
             raise
         finally:
             torch.set_num_threads(threads)
             self.record.close()
 
     def _step(self) -> dict[str, Any]:
-        start = time.perf_counter()
-        progress = self.record.progress
-        t = progress.round + 1
+        """One round with its evaluation; a round that diverges is taken back whole."""
+        t = self.record.progress.round + 1
+        self._busy = True
         while True:
+            back = self._remember()
+            start = time.perf_counter()
             try:
                 line = self._round(t)
+                progress = self.record.progress
+                progress.round = t
+                line["seconds"] = time.perf_counter() - start
+                progress.seconds["train"] += line["seconds"]
+                if t % self.settings.evaluate_every == 0 or t == self.rounds:
+                    line |= self._measure(t)
+                    line["bytes"]["evaluate"] = progress.totals["evaluate"] - back[2].totals["evaluate"]
                 break
             except Divergence as e:
+                self._take_back(back)
+                progress = self.record.progress
                 if self.settings.on_divergence == "stop" or progress.halvings >= 3:
                     self.record.save(force=True)
                     raise
                 progress.halvings += 1
                 self._halve()
-                self.messages.append(f"{e} Step sizes halved ({progress.halvings} of 3).")
-        progress.round = t
-        line["seconds"] = time.perf_counter() - start
-        progress.seconds["train"] += line["seconds"]
-        if t % self.settings.evaluate_every == 0 or t == self.rounds:
-            start = time.perf_counter()
-            self._last = self._evaluate(t)
-            line |= self._last[1]
-            line["bytes"]["evaluate"] = self._last[2]
-            progress.totals["evaluate"] += self._last[2]
-            progress.seconds["evaluate"] += time.perf_counter() - start
+                progress.notes.append(f"{e} Step sizes halved ({progress.halvings} of 3).")
+                self.messages.append(progress.notes[-1])
         self.record.lines.append(line)
+        self._busy = False
         self.record.save()
         return line
+
+    def _measure(self, t: int) -> dict[str, Any]:
+        """Evaluate, count it, and return what belongs into the round's line."""
+        start = time.perf_counter()
+        self._last = self._evaluate(t)
+        progress = self.record.progress
+        progress.totals["evaluate"] += self._last[2]
+        progress.seconds["evaluate"] += time.perf_counter() - start
+        seen = self.method.monitor(self.record.server)
+        return {**self._last[1], **({"monitor": seen} if seen else {})}
+
+    def _remember(self) -> tuple[Tree, Tree, Progress]:
+        r = self.record
+        self._replaced: list[tuple[Capacity, list[int], Tree]] = []
+        return r.server, r.common, copy.deepcopy(r.progress)
+
+    def _take_back(self, before: tuple[Tree, Tree, Progress]) -> None:
+        r = self.record
+        r.server, r.common, r.progress = before
+        for capacity, ids, rows in self._replaced:
+            r.stores[capacity].put(ids, rows)
 
     def _round(self, t: int) -> dict[str, Any]:
         sampled = sample(self.data.clients, self.settings, self.seed, t)
@@ -182,8 +217,9 @@ class Simulation:
             r.progress.last_norm = norm
         # Nothing of the round is kept before all of it is known to be finite.
         for capacity, who, new in rows:
+            self._replaced.append((capacity, who, r.stores[capacity].take(who)))
             r.stores[capacity].put(who, new)
-        r.server, r.common = server, common
+        r.server, r.common = tree.contiguous(server), tree.contiguous(common)
         total = {d: sum(v for k, v in sizes.items() if k.startswith(d + "/")) for d in ("up", "down")}
         total |= {"announce": told, "meta": 8 * len(ids)}  # meta: the weight of each upload
         r.progress.totals.update(total)
@@ -232,8 +268,7 @@ class Simulation:
             sizes[f"down/{name}"] += n * len(ids)
         for name, n in wire.count(own, {k: v.sum() for k, v in more.items()}).items():
             sizes[f"down/{name}"] += n
-        server = {} if type(self.method).lift is Method.lift else self.record.server
-        self.pool.share(f"{do}-{c}", {"shared": shared, "common": self.record.common, "server": server})
+        self.pool.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
         return own
 
     def _evaluate(self, t: int) -> tuple[dict[str, list[float | None]], dict[str, Any], int]:
@@ -279,7 +314,7 @@ class Simulation:
         facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
         lifted = sent.mean
         if type(self.method).lift is not Method.lift and names:
-            one = [self.method.lift(tree.take(lifted, k), broadcast["server"], capacity) for k in range(len(names))]
+            one = [self.method.lift(tree.take(lifted, k), broadcast["shared"], capacity) for k in range(len(names))]
             lifted = tree.stack(one)
         return facts, {"rows": answer.rows, "mean": weighted_sum(lifted, sent.weight), "each": sent.each}
 
@@ -306,7 +341,7 @@ class Simulation:
     def _halve(self) -> None:
         """Halve every step size of the method; workers start anew with it."""
         rates = {k: v for k, v in asdict(self.method).items() if k == "lr" or k.startswith("lr_")}
-        self.method = replace(self.method, **{k: v / 2 for k, v in rates.items() if isinstance(v, float)})
+        self.method = replace(self.method, **{k: v / 2 for k, v in rates.items() if v is not None})
         self.engine = replace(self.engine, method=self.method)
         if hasattr(self, "pool"):
             self.pool.close()
@@ -402,8 +437,34 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
     except (RuntimeError, ValueError, IndexError, TypeError) as e:
         raise ConfigError(f"Task: the model does not take examples of shape {tuple(x.shape[1:])}: {e}") from None
     wide = output.shape[1] if output.ndim == 2 else 0
-    if task.kind == "classification" and data.classes is not None and wide < data.classes:
-        raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
+    if task.kind == "classification":
+        if data.classes is None or data.y.is_floating_point():
+            raise ConfigError(f"Data: class labels must be integers. Got {data.y.dtype}; or use a regression task.")
+        if wide < data.classes:
+            raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
+    if task.kind == "regression" and output[0].numel() != data.y[0].numel():
+        raise ConfigError(f"Task: the model must have {data.y[0].numel()} output(s). Got {output[0].numel()}.")
+
+
+@contextmanager
+def _finish_first() -> Iterator[list[bool]]:
+    """Let Ctrl-C wait for the end of the block; a second one does not wait. Outside the main thread nothing changes."""
+    pressed: list[bool] = []
+
+    def note(number: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(True)
+        print("Stopping after this round; press Ctrl-C again to stop at once.", file=sys.stderr, flush=True)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def versions() -> dict[str, str]:

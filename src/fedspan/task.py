@@ -9,10 +9,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad
 
+from fedspan import tree
 from fedspan.batches import Batch
 from fedspan.errors import ConfigError
+from fedspan.fused import FusedLinear, Step, fuse
 from fedspan.randomness import fold, torch_seed, uniform
 from fedspan.tree import Params
 
@@ -90,6 +92,9 @@ class Task:
         self._dropouts = [f"{k}.key" for k, m in self.module.named_modules() if isinstance(m, Dropout)]
         self._head_module, self.head = self._find_head(head)
         self.body = [k for k in self.names if k not in set(self.head)]
+        self._fused: tuple[nn.Module, list[FusedLinear], list[str]] | None = fuse(self.module)
+        if self.stats or not self._fused[1]:
+            self._fused = None
         if not self.names:
             raise ConfigError("Task: the model has no trainable parameters.")
 
@@ -109,6 +114,10 @@ class Task:
         module = self._redrawn(*parts)
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return {k: state[k].detach().clone() for k in [*self.names, *self.stats]}
+
+    def fingerprint(self) -> str:
+        """A short hash of the common start: names, shapes and values."""
+        return tree.digest(self.init())[:16]
 
     def need_head(self) -> list[str]:
         """Names of the head's parameters.
@@ -137,7 +146,7 @@ class Task:
             for t in seen.values():
                 t.owned = True  # type: ignore[attr-defined]
             with torch.no_grad():
-                self._call(self.module, params | seen, batch.x, batch.key)
+                self._call(self.module, params | seen, batch.x, batch.key if self._dropouts else None)
             weight += len(batch.x)
             for k, t in seen.items():
                 share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.x)
@@ -152,8 +161,40 @@ class Task:
 
     def loss(self, params: Params, batch: Batch) -> Tensor:
         """Mean training loss over the examples of a batch; 0 for an empty one."""
-        out = self._call(self.module, params, batch.x, batch.key)
-        return weighted(self.example_loss(out, batch.y), batch.w)
+        out = self._call(self.module, params, batch.x, batch.key if self._dropouts else None)
+        return batch.mean(self.example_loss(out, batch.y))
+
+    def sgd_step(self, params: Params, batch: Batch, lr: float, fresh: bool) -> Params | None:
+        """One plain SGD step on the loss with the step of linear layers fused into their backward pass.
+
+        With `fresh` the given tensors are left alone, otherwise they are changed in place. None, and nothing changed,
+        if the model or this choice of parameters cannot be stepped this way; the first, fresh step decides.
+        """
+        if self._fused is None or params.keys() != set(self.names):
+            return None
+        module, layers, names = self._fused
+        step = Step(lr, fresh)
+        for layer in layers:
+            layer.step, layer.calls = step, 0
+        leaf = {k: p.detach().requires_grad_() for k, p in params.items()}
+        with torch.enable_grad():
+            out = self._call(module, leaf, batch.x, batch.key if self._dropouts else None)
+            if any(layer.calls != 1 for layer in layers):
+                self._fused = None
+                return None
+            batch.mean(self.example_loss(out, batch.y)).backward()  # type: ignore[no-untyped-call]
+        if fresh and any(leaf[k].grad is not None for k in names):  # a weight that serves outside its layer too
+            self._fused = None
+            return None
+        for k, p in leaf.items():
+            if k in step.new:
+                continue
+            held, g = p.detach(), p.grad
+            if g is None:
+                step.new[k] = held.clone() if fresh else held
+            else:
+                step.new[k] = torch.sub(held, g, alpha=lr) if fresh else held.sub_(g, alpha=lr)
+        return {k: step.new[k] for k in params}
 
     def example_loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Loss of each example, [B]."""
@@ -165,6 +206,22 @@ class Task:
             tokens = F.cross_entropy(output.transpose(1, 2), y, reduction="none", ignore_index=-100)
             return tokens.sum(1) / (y != -100).sum(1).clamp_min(1)
         return (output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(1)
+
+    def output_gradient(self, output: Tensor, y: Tensor) -> Tensor:
+        """∂(sum of the examples' losses)/∂output, in closed form where there is one."""
+        if self._own_loss is None and self.kind == "classification":
+            return output.softmax(1) - F.one_hot(y, output.shape[1]).to(output.dtype)
+        if self._own_loss is None and self.kind == "regression":
+            gap = 2 * (output - y.reshape(output.shape))
+            return gap / max(1, gap[0].numel())
+        result: Tensor = grad(lambda o: self.example_loss(o, y).sum())(output)
+        return result
+
+    def curvature_bound(self) -> float | None:
+        """A number c with ∂²loss/∂output² ≤ c·I for one example, whatever the output; None where none is known."""
+        if self._own_loss is not None or self.kind == "language":
+            return None
+        return 0.5 if self.kind == "classification" else 2.0  # softmax: Böhning's bound
 
     def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
         """What evaluation averages over the examples: loss, and accuracy or squared error, each [B]."""
@@ -190,7 +247,7 @@ class Task:
     def from_features(self, params: Params, features: Tensor) -> Tensor:
         """Outputs of the head for given features; `params` needs only the head's entries."""
         self.need_head()
-        prefix = self._head_module + "."
+        prefix = self._head_module and self._head_module + "."
         own = {k[len(prefix) :]: v for k, v in params.items() if k.startswith(prefix)}
         result: Tensor = functional_call(self._eval.get_submodule(self._head_module), own, (features,))
         return result
@@ -228,7 +285,9 @@ class Task:
     def _prepare(self, module: nn.Module) -> nn.Module:
         if self.dtype is not None:
             module = module.to(self.dtype)
-        for name, m in list(module.named_modules()):
+        for name, m in list(module.named_modules(remove_duplicate=False)):
+            if isinstance(m, nn.AlphaDropout | nn.FeatureAlphaDropout):
+                raise ConfigError(f"Task: {type(m).__name__} at '{name}' has no keyed form; use nn.Dropout.")
             if isinstance(m, nn.modules.dropout._DropoutNd) and name:
                 parent, _, last = name.rpartition(".")
                 channels = isinstance(m, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d)
@@ -258,7 +317,8 @@ class Task:
 
     def _find_head(self, prefix: str | None) -> tuple[str, list[str]]:
         if prefix is None:
-            linear = [k for k, m in self.module.named_modules() if isinstance(m, nn.Linear)]
+            modules = [(k, m) for k, m in self.module.named_modules() if isinstance(m, nn.Linear)]
+            linear = [k for k, m in modules if any(p.requires_grad for p in m.parameters())]
             prefix = linear[-1] if linear else None
             if prefix is None:
                 return "", []
@@ -266,8 +326,3 @@ class Task:
         if not names:
             raise ConfigError(f"Task: no trainable parameter is called '{prefix}' or starts with '{prefix}.'.")
         return prefix, names
-
-
-def weighted(values: Tensor, w: Tensor) -> Tensor:
-    """Mean of per-example values over the live slots; 0 if there is none."""
-    return (values * w).sum() / w.sum().clamp_min(1)

@@ -132,6 +132,11 @@ def detach(tree: Any) -> Any:
     return map(lambda a: a.detach(), tree)
 
 
+def contiguous(tree: Any) -> Any:
+    """The same values in the memory order in which they would be read from a file: products then round alike."""
+    return map(lambda a: a.contiguous(), tree)
+
+
 def zeros_like(tree: Any) -> Any:
     """A tree of zeros."""
     return map(torch.zeros_like, tree)
@@ -182,8 +187,8 @@ def nbytes(tree: Any) -> int:
 
 def squared_norm(tree: Any) -> Tensor:
     """Sum of squares over all floating leaves (of the factors, for `Outer`)."""
-    total = [t.square().sum() for t in leaves(tree) if t.is_floating_point()]
-    return torch.stack([t.to(torch.float64) for t in total]).sum() if total else torch.zeros((), dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in leaves(tree) if t.is_floating_point()]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def all_finite(tree: Any) -> bool:

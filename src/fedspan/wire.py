@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from safetensors.torch import load as _load
-from safetensors.torch import save as _save
 from torch import Tensor
 
 from fedspan import tree
@@ -111,6 +110,7 @@ class Energy:
         held = s.square().cumsum(0) / s.square().sum().clamp_min(torch.finfo(s.dtype).tiny)
         # The smallest rank whose energy reaches the share; one more than the number of prefixes that do not.
         rank = ((held < self.share - 1e-12).sum() + 1).clamp_max(len(s))
+        rank = torch.where(s[0] > 0, rank, torch.ones_like(rank))
         return u, s, v, rank
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
@@ -220,20 +220,71 @@ def _say(entry: tuple[torch.dtype, tuple[int, ...]]) -> str:
 # -------------------------------------------------------------------------------------------------- bytes of a tree
 
 _EMPTY = "//empty"
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {t: c for c, t in _TYPES.items()}
 
 
 def pack(payload: Tree) -> bytes:
-    """A tree as bytes (safetensors), empty sub-trees included."""
+    """A tree as bytes in the layout of safetensors, empty sub-trees included.
+
+    The widest types come first, so that every tensor starts at a multiple of its own width and can be read in place.
+    """
     flat = {k: t.detach().contiguous() for k, t in tree.flatten(payload).items()}
-    for path in tree.empty_paths(payload):
-        flat[path + _EMPTY] = torch.empty(0)
-    return bytes(_save(flat))
+    flat |= {path + _EMPTY: torch.empty(0, dtype=torch.uint8) for path in tree.empty_paths(payload)}
+    header: dict[str, Any] = {}
+    parts: list[Any] = []
+    at = 0
+    for name, t in sorted(flat.items(), key=lambda item: -item[1].element_size()):
+        if t.dtype not in _CODES:
+            raise Refused(f"Wire: '{name}' has type {t.dtype}, which cannot travel; use float32 or int64.")
+        end = at + t.numel() * t.element_size()
+        header[name] = {"dtype": _CODES[t.dtype], "shape": list(t.shape), "data_offsets": [at, end]}
+        if t.numel():
+            parts.append(t.reshape(-1).view(torch.uint8).numpy().data)
+        at = end
+    text = json.dumps({k: header[k] for k in flat}).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
-def unpack(data: bytes) -> Tree:
-    """The inverse of `pack`; raises `Refused` for bytes that are not a packed tree."""
+def unpack(data: bytes | bytearray) -> Tree:
+    """The inverse of `pack`; the tensors share the memory of `data` where that can be written to.
+
+    Raises:
+        Refused: for bytes that are not a packed tree.
+    """
     try:
-        flat = _load(data)
+        size = int.from_bytes(data[:8], "little")
+        if size > len(data) - 8:
+            raise ValueError("header")
+        header = json.loads(bytes(data[8 : 8 + size]))
+        buffer = data if isinstance(data, bytearray) else bytearray(data)
+        flat: dict[str, Tensor] = {}
+        spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+        if [a for a, _ in spans] + [len(data) - 8 - size] != [0] + [b for _, b in spans]:
+            raise ValueError("the tensors must fill the bytes without gap or overlap")
+        for name, entry in header.items():
+            dtype, shape = _TYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+            start, end = (int(n) for n in entry["data_offsets"])
+            count = math.prod(shape)
+            width = torch.empty(0, dtype=dtype).element_size()
+            if min(shape, default=0) < 0 or start < 0 or end - start != count * width or 8 + size + end > len(data):
+                raise ValueError(name)
+            at = 8 + size + start
+            flat[name] = (
+                torch.frombuffer(buffer, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
+            ).reshape(shape)
         empty = [k.removesuffix(_EMPTY) for k in flat if k.endswith(_EMPTY)]
         return tree.unflatten({k: t for k, t in flat.items() if not k.endswith(_EMPTY)}, empty)
     except Exception as e:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,10 @@ Json = Annotated[bool, typer.Option("--json", help="A JSON list instead of a tab
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method in full.", show_default=False)]
 
 
-def methods(name: Name = None, as_json: Json = False) -> None:
+Markdown = Annotated[bool, typer.Option("--markdown", help="The page docs/methods.md.")]
+
+
+def methods(name: Name = None, as_json: Json = False, as_markdown: Markdown = False) -> None:
     """List the methods: what stays private, what the server sees, and whether a secure sum would do."""
     from fedspan.commands.probe import facts
     from fedspan.errors import ConfigError, nearest
@@ -25,6 +28,9 @@ def methods(name: Name = None, as_json: Json = False) -> None:
     found = [facts(n) for n in ([name] if name else METHODS)]
     if as_json:
         typer.echo(json.dumps(found, indent=1))
+        return
+    if as_markdown:
+        typer.echo(page(found))
         return
     if name is not None:
         say(inspect.getdoc(METHODS[name]) or "")
@@ -37,3 +43,32 @@ def methods(name: Name = None, as_json: Json = False) -> None:
     show(table(titles, [[", ".join(f[k]) if isinstance(f[k], list) else f[k] for k in keys] for f in found]))
     say("up as mean: the server needs only a weighted mean. up each: it sees every client's own copy.")
     say("fedspan methods NAME shows one method with its fields; --json gives everything.")
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """All methods as one Markdown page, from what they declare, send and say of themselves."""
+    from fedspan.methods import METHODS
+
+    def words(value: Any) -> str:
+        return ", ".join(value) if isinstance(value, list) else str(value)
+
+    lines = ["# Methods", "", "Written by `make docs` from the methods themselves; what is kept and sent was measured."]
+    lines += [
+        "",
+        "| method | paper | private | down | up as mean | up each | secure sum | file |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    keys = ("name", "paper", "private", "shared", "sent_mean", "sent_each", "secure_aggregation", "file")
+    lines += ["| " + " | ".join(words(f[k]) for k in keys) + " |" for f in found]
+    for f in found:
+        lines += [
+            "",
+            f"## {f['name']}",
+            "",
+            inspect.getdoc(METHODS[f["name"]]) or "",
+            "",
+            "| field | default |",
+            "|---|---|",
+        ]
+        lines += [f"| `{k}` | `{v}` |" for k, v in f["fields"].items()]
+    return "\n".join(lines)

@@ -39,7 +39,7 @@ def toy() -> tuple[Task, FederatedData]:
     rng = generator(0, "toy")
     pairs = [(rng.normal(size=(8, 4)).astype("float32"), rng.permutation(8) % 2) for _ in range(2)]
     data = FederatedData.from_arrays(pairs, groups=[0, 1], classes=2, validation_fraction=0.25)
-    return Task(lambda: build("mlp", (4,), 2, hidden=[3]), seed=0), data
+    return Task(lambda: build("mlp", (4,), 2, hidden=[8]), seed=0), data
 
 
 def probe(method: Method, task: Task, data: FederatedData, client: int = 0, batch: int = 4) -> Payload:
@@ -66,14 +66,14 @@ def facts(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "family": cls.family,
-        "paper": cls.paper,
+        "paper": cls.reference,
         "equations": equations(cls),
         "shared": names(payload.down),
         "private": names(payload.kept),
         "sent_mean": names(payload.mean),
         "sent_each": names(payload.each),
         "weight": method.weight,
-        "secure_aggregation": "no" if names(payload.each) or method.weight == "own" else "yes",
+        "secure_aggregation": "no" if names(payload.each) or method.weight == "own" else method.secure_sum,
         "heterogeneous": "no" if cls.capacity_of is Method.capacity_of else "yes",
         "file": _file(cls),
         "fields": {f.name: _default(getattr(method, f.name)) for f in fields(cls)},

@@ -14,7 +14,7 @@ from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedrep import FedRep
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
-from fedspan.methods.pfl_mf import PflMf
+from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
 
 METHODS: dict[str, type[Method]] = {
     "local": Local,
@@ -27,6 +27,8 @@ METHODS: dict[str, type[Method]] = {
     "ditto": Ditto,
     "oracle": Oracle,
     "pfl-mf": PflMf,
+    "pfl-mf-paper": PflMfPaper,
+    "pfl-mf-joint": PflMfJoint,
 }
 
 
@@ -58,6 +60,8 @@ __all__ = [
     "Local",
     "Oracle",
     "PflMf",
+    "PflMfJoint",
+    "PflMfPaper",
     "make",
     "name_of",
 ]

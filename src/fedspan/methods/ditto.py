@@ -23,7 +23,7 @@ class Ditto(Sharing):
     the global model if `private_head`). Sent: theta.
     """
 
-    paper: ClassVar[str] = "Li et al., ICML 2021"
+    reference: ClassVar[str] = "Li et al., ICML 2021"
     lam: float = 1.0
     personal_epochs: int = 1
     lr_personal: float | None = None

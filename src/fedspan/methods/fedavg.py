@@ -22,7 +22,7 @@ class FedAvg(Sharing):
     Kept: h. Sent: theta. Running statistics of batch normalisation are averaged with the parameters.
     """
 
-    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    reference: ClassVar[str] = "McMahan et al., AISTATS 2017"
     local_stats: ClassVar[bool] = False
 
     def objective(self, task: Task, start: Params) -> Loss:
@@ -42,7 +42,7 @@ class FedProx(FedAvg):
     FedAvg whose clients minimise F_k(w) + μ/2 ‖w − w^t‖² on the shared parameters. Kept and sent as in FedAvg.
     """
 
-    paper: ClassVar[str] = "Li et al., MLSys 2020"
+    reference: ClassVar[str] = "Li et al., MLSys 2020"
     mu: float = 0.01
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ class FedBabu(Sharing):
     used and thrown away. Kept: running statistics only. Sent: theta.
     """
 
-    paper: ClassVar[str] = "Oh et al., ICLR 2022"
+    reference: ClassVar[str] = "Oh et al., ICLR 2022"
     finetune_epochs: int = 5
     finetune: Literal["all", "head", "body"] = "all"
 

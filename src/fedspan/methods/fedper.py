@@ -19,7 +19,7 @@ class FedPer(Sharing):
     names start with one of `personal_layers`. Kept: h. Sent: theta.
     """
 
-    paper: ClassVar[str] = "Arivazhagan et al., 2019"
+    reference: ClassVar[str] = "Arivazhagan et al., 2019"
     private_head: bool = True
     personal_layers: tuple[str, ...] = ()
 
@@ -50,7 +50,7 @@ class LgFedAvg(FedPer):
     The paper starts from a model trained by FedAvg; here training starts from the common initialisation.
     """
 
-    paper: ClassVar[str] = "Liang et al., 2020"
+    reference: ClassVar[str] = "Liang et al., 2020"
     private_head: bool = False
 
     def private(self, task: Task) -> list[str]:

@@ -21,7 +21,7 @@ class FedRep(Sharing):
     head fixed; what is fixed is not touched by momentum or weight decay.
     """
 
-    paper: ClassVar[str] = "Collins et al., ICML 2021"
+    reference: ClassVar[str] = "Collins et al., ICML 2021"
     private_head: bool = True
     weighting: Literal["samples", "uniform"] = "uniform"
     head_epochs: int = 10

@@ -20,7 +20,7 @@ class Local(Training):
     table had the same local work. Kept: theta. Sent: nothing.
     """
 
-    paper: ClassVar[str] = "no exchange"
+    reference: ClassVar[str] = "no exchange"
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return {}

@@ -24,7 +24,7 @@ class Oracle(Sharing):
     group = the group of each client. Kept: h, the private head if `private_head`. Sent: theta, each client's own.
     """
 
-    paper: ClassVar[str] = "yardstick"
+    reference: ClassVar[str] = "yardstick"
     needs_groups: ClassVar[bool] = True
     local_stats: ClassVar[bool] = False
 

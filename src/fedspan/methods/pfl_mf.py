@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
-from fedspan import tree
-from fedspan.batches import All, Amount, Batch, Epochs, Steps
+from fedspan import subspace, tree
+from fedspan.batches import All, Amount, Batch, Batches, Epochs, Steps
 from fedspan.errors import ConfigError
 from fedspan.local import mean_gradient, sgd
 from fedspan.method import Averaging, Capacity, Down, Federation, Round, Sent, Visit, Who
-from fedspan.randomness import normal
+from fedspan.randomness import key, normal, uniform
 from fedspan.task import Task
 from fedspan.tree import Outer, Params, Tree
 
@@ -23,78 +24,345 @@ from fedspan.tree import Outer, Params, Tree
 class PflMf(Averaging):
     """pFL-MF. Dadras, Stich and Yurtsever, TMLR 2025, Algorithm 1 (Burer–Monteiro factorisation across clients).
 
-    Symbols: U [d, r] = shared dictionary of r models, v [r] = coefficients of client i, G = ∇f_i(U v_i) v_iᵀ.
-    Kept: v (and running statistics). Sent: G as its two factors, d + r numbers, or as a matrix (`wire = "full"`).
-    `v_scale = "1/n"` is the paper's factor from ψ = (1/n) Σ f_i; `g_at = "old"` takes G before the v-steps, as the
-    algorithm box does. Columns of U are independent standard initialisations and v_i a random unit vector, which the
-    paper leaves open. The published code trains U and v together instead; that is not this form.
+    Symbols: U [d, r] = shared dictionary of r models, v [r] = coefficients of client i, theta = parameters outside the
+    factorisation (averaged), delta = what training did to θ_i = U v_i. Kept: v. Sent: theta, delta and v (d' + d + r
+    numbers), or the sums M = Δθ vᵀ and C = v vᵀ (`wire = "full"`), which a secure sum could add up.
+
+    The default is not the paper's algorithm but what makes it work: only the head is factorised, all v start alike and
+    are solved for on cached features, θ_i is trained like any network, and the server fits U to all Δθ_i at once.
+    `PflMf.paper()` (pfl-mf-paper) is Algorithm 1 to the letter; pfl-mf-joint is what the published code does.
     """
 
     family: ClassVar[str] = "pfl-mf"
-    paper: ClassVar[str] = "Dadras, Stich and Yurtsever, TMLR 2025"
-    rank: int = 10
-    lr: float = 0.1
-    lr_v: float | None = None
-    v_steps: int = 5
+    reference: ClassVar[str] = "Dadras, Stich and Yurtsever, TMLR 2025"
+
+    rank: int | Literal["auto"] = 10
+    lr: float = 0.5
+    factorise: Literal["head", "all"] | tuple[str, ...] = "head"
+    v_method: Literal["solve", "precondition", "gradient"] = "solve"
+    v_steps: int = 50
     v_unit: Literal["step", "epoch"] = "step"
     v_scale: Literal["1", "1/n"] = "1"
-    g_at: Literal["old", "new"] = "old"
+    lr_v: float | None = None
+    p: float | None = None
+    v_ridge: float = 1e-5
+    g_at: Literal["old", "new"] = "new"
+    u_update: Literal["train", "gradient", "joint"] = "train"
+    u_steps: int | None = None
+    server_step: Literal["scaled", "plain", "literal"] = "scaled"
+    ridge: float = 0.01
+    start: Literal["common", "random", "published"] = "common"
     wire: Literal["rank-one", "full"] = "rank-one"
-    weighting: Literal["samples", "uniform"] = "uniform"
+    refresh: bool = False
+    gauge_every: int = 0
+    rank_start: int = 30
+    rank_round: int = 10
+    rank_gap: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.count("rank", 1)
-        self.count("v_steps")
-        if self.lr_v is not None:
-            self.require("lr_v", 0.0, allow_zero=True)
-        self.one_of("v_unit", "step", "epoch")
-        self.one_of("v_scale", "1", "1/n")
-        self.one_of("g_at", "old", "new")
-        self.one_of("wire", "rank-one", "full")
-        if self.private_head or self.optimizer != "sgd" or self.momentum or self.weight_decay:
-            raise ConfigError("PflMf: private_head, momentum, weight_decay and adamw are not part of Algorithm 1.")
+        if self.rank != "auto":
+            self.count("rank", 1)
+        for name, low in (("v_steps", 0), ("gauge_every", 0), ("rank_start", 2), ("rank_round", 1)):
+            self.count(name, low)
+        if self.u_steps is not None:
+            self.count("u_steps", 1)
+        for name in ("lr_v", "p"):
+            if getattr(self, name) is not None:
+                self.require(name, 0.0, allow_zero=True)
+        self.require("v_ridge", 0.0, allow_zero=True)
+        self.require("ridge", 0.0, allow_zero=True)
+        self.require("rank_gap", 1.0)
+        words: dict[str, tuple[str, ...]] = {
+            "v_method": ("solve", "precondition", "gradient"),
+            "v_unit": ("step", "epoch"),
+            "v_scale": ("1", "1/n"),
+        }
+        words |= {"g_at": ("old", "new"), "u_update": ("train", "gradient", "joint"), "wire": ("rank-one", "full")}
+        words |= {"server_step": ("scaled", "plain", "literal"), "start": ("common", "random", "published")}
+        for name, allowed in words.items():
+            self.one_of(name, *allowed)
+        if isinstance(self.factorise, str):
+            self.one_of("factorise", "head", "all")
+        if self.private_head or self.optimizer != "sgd":
+            raise ConfigError(
+                "PflMf: private_head and adamw do not go with a shared subspace; use private_head=false, sgd."
+            )
+        if self.u_update == "joint" and (self.rank == "auto" or self.gauge_every):
+            raise ConfigError("PflMf: u_update='joint' goes with a fixed rank and gauge_every=0.")
+
+    @classmethod
+    def paper(cls, **fields: Any) -> PflMf:
+        """Algorithm 1 as written."""
+        return PflMfPaper(**fields)
+
+    # ------------------------------------------------------------------------------------------------ what is where
+
+    @property
+    def secure_sum(self) -> str:
+        return "yes" if self.wire == "full" or self.u_update == "joint" else "with wire = 'full'"
+
+    @property
+    def width(self) -> int:
+        """Length of v as a client keeps it."""
+        return self.rank_start if self.rank == "auto" else self.rank
+
+    @property
+    def moves(self) -> bool:
+        """Whether the server may change the gauge or the rank, so that clients must follow."""
+        return self.rank == "auto" or self.gauge_every > 0
+
+    def factorised(self, task: Task) -> list[str]:
+        """Names of the parameters that are U v."""
+        if self.factorise == "all":
+            return task.names
+        if self.factorise == "head":
+            return task.need_head()
+        names = [k for k in task.names if k.startswith(self.factorise)]
+        if not names:
+            raise ConfigError(f"PflMf: factorise must begin the name of a parameter. Got {list(self.factorise)}.")
+        return names
 
     def plan(self) -> Mapping[str, Amount]:
-        return {"v": Steps(self.v_steps) if self.v_unit == "step" else Epochs(self.v_steps), "G": All()}
+        v: Amount = Steps(self.v_steps) if self.v_method == "gradient" else All()
+        if self.v_method == "gradient" and self.v_unit == "epoch":
+            v = Epochs(self.v_steps)
+        u: Amount = All() if self.u_update == "gradient" else Epochs() if self.u_steps is None else Steps(self.u_steps)
+        return {"v": v, "U": u}
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
-        columns = [tree.ravel(self._trained(task, task.fresh(federation.seed, "U", j))) for j in range(self.rank)]
-        return {"U": torch.stack(columns, 1)}
+        names, start = self.factorised(task), task.init()
+        d = sum(start[k].numel() for k in names)
+        if self.width > d:
+            raise ConfigError(
+                f"PflMf: rank must be at most {d}, the number of factorised parameters. Got {self.width}."
+            )
+        if self.start == "published":
+            shape = (d, self.width)
+            U = (2 * uniform(key(federation.seed, "U"), shape, start[names[0]].dtype) - 1) / self.width**0.5
+        else:
+            columns = (tree.select(task.fresh(federation.seed, "U", j), names) for j in range(self.width))
+            U = torch.stack([tree.ravel(c) for c in columns], 1)  # independent standard initialisations
+        server = {"U": U, "theta": tree.without(start, [*names, *task.stats])}
+        if self.moves:
+            server |= {
+                "C": torch.zeros(self.width, self.width, dtype=U.dtype),
+                "map": torch.eye(self.width, dtype=U.dtype),
+            }
+            server |= {"moved": torch.zeros((), dtype=torch.int64)}
+        return server
 
     def init_client(self, task: Task, who: Who) -> Tree:
         start = task.init()
         dtype = next(iter(start.values())).dtype
-        v = normal(who.key, (self.rank,), dtype)
-        return {"v": v / v.norm(), "stats": tree.select(start, task.stats)}
+        if self.start == "common":
+            v = torch.full((self.width,), self.width**-0.5, dtype=dtype)  # data, not noise, must separate the clients
+        else:
+            v = normal(who.key, (self.width,), dtype)
+            v = v / v.norm() if self.start == "random" else v
+        generation = {"generation": torch.zeros((), dtype=torch.int64)} if self.moves else {}
+        return {"v": v, "stats": tree.select(start, task.stats), **generation}
+
+    def common(self, task: Task, federation: Federation) -> Tree:
+        return {"maps": {}} if self.moves else {}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
-        return Down(shared={"U": server["U"]})
+        return Down(shared={"U": server["U"], "theta": server["theta"]})
+
+    # ------------------------------------------------------------------------------------------------ the client
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        U, v, stats = down["U"], client["v"], client["stats"]
-        like = self._trained(task, task.init())
+        U, rest = down["U"], down["theta"] | client["stats"]
+        like = tree.select(task.init(), self.factorised(task))
+        old = self._v(client, visit.common, U.shape[1])
 
-        def f(theta: Tensor, batch: Batch) -> Tensor:
-            return task.loss(tree.unravel(theta, like) | stats, batch)
+        def f(theta: Tensor, others: Params, batch: Batch) -> Tensor:
+            return task.loss(others | tree.unravel(theta, like), batch)
 
-        lr_v = (self.lr if self.lr_v is None else self.lr_v) / (visit.clients if self.v_scale == "1/n" else 1)
-        psi = lambda p, batch: f(U @ p["v"], batch)
-        new = sgd(psi, {"v": v}, visit["v"], lr_v)["v"]  # v ← v − η_v Uᵀ∇f_i(U v), eq. (8)
-        at = v if self.g_at == "old" else new
-        g = mean_gradient(lambda p, b: f(p["theta"], b), {"theta": U @ at}, visit["G"])["theta"]
-        G = Outer(g, at) if self.wire == "rank-one" else torch.outer(g, at)  # G_i = ∇f_i(U v_i) v_iᵀ, eq. (7)
-        return {"v": new, "stats": stats}, Sent(weight=self.weigh(visit), mean={"G": G})
+        if self.u_update == "joint":
+            loss = lambda q, b: f(q["U"] @ q["v"], q["rest"], b)
+            both = self.fit(loss, {"U": U, "v": old, "rest": rest}, visit["U"])
+            theta, stats = self._apart(task, both["rest"])
+            return self._keep(client, both["v"], stats, visit), Sent(
+                self.weigh(visit), {"theta": theta, "U": both["U"]}
+            )
+        if self.v_method != "gradient":
+            v = self._solve(task, U, old, rest, visit["v"])
+        else:
+            v = sgd(lambda q, b: f(U @ q["v"], rest, b), {"v": old}, visit["v"], self._lr_v(visit))["v"]  # eq. (8)
+        at = old if self.g_at == "old" else v
+        if self.u_update == "gradient":
+            g = mean_gradient(
+                lambda q, b: f(q["t"], client["stats"] | q["rest"], b), {"t": U @ at, "rest": down["theta"]}, visit["U"]
+            )
+            delta, theta, stats = -self.lr * g["t"], tree.add(down["theta"], g["rest"], -self.lr), client["stats"]
+        else:
+            # θ = U v + s z with s = ‖v‖ for the literal step: K_U steps on U are steps of η‖v‖² on θ, exactly.
+            s = at.norm() if self.server_step == "literal" else 1.0
+            base = U @ at
+            new = self.fit(
+                lambda q, b: f(base + s * q["z"], q["rest"], b), {"z": torch.zeros_like(base), "rest": rest}, visit["U"]
+            )
+            delta = s * new["z"]
+            theta, stats = self._apart(task, new["rest"])
+        if self.server_step == "literal":
+            delta = delta / at.square().sum()
+        sent: Tree = {"theta": theta, "delta": delta, "v": at}  # G_i = ∇f_i(U v_i) v_iᵀ by its factors, eq. (7)
+        if self.wire == "full":
+            sent = {"theta": theta, "M": torch.outer(delta, at), "C": subspace.triangle(torch.outer(at, at))}
+        return self._keep(client, v, stats, visit), Sent(self.weigh(visit), sent)
+
+    def _solve(self, task: Task, U: Tensor, v: Tensor, rest: Params, stream: Batches) -> Tensor:
+        """Fit v on all examples with U fixed, by preconditioned descent v ← v − η P Uᵀ∇f_i(U v).
+
+        P = (UᵀU + εI)⁻¹ makes it gradient descent on θ inside span U. Where only the head is factorised, outputs are
+        linear in v and `solve` uses the inverse of a bound on the curvature in v instead: every step then lowers the
+        loss, at any scale of the features, and the fit does not depend on the gauge.
+        """
+        P, like = subspace.precondition(U, self.v_ridge), tree.select(task.init(), self.factorised(task))
+        rate = 1.0 if self.lr_v is None else self.lr_v
+        batch = stream.whole()
+        if self.factorise == "head":
+            with torch.no_grad():
+                # One pass gives the outputs for every column of U; v needs only those.
+                h = task.features(rest | tree.unravel(U @ v, like), batch.x)
+                Z = vmap(lambda column: task.from_features(tree.unravel(column, like), h))(U.T)  # [r, n, C]
+                w = (batch.w / batch.w.sum().clamp_min(1)).reshape(-1, *[1] * (Z.ndim - 2))
+                bound = task.curvature_bound()
+                if self.v_method == "solve" and bound is not None:
+                    flat, weighted = Z.flatten(1), (Z * w).flatten(1)
+                    P = subspace.inverse(bound * flat @ weighted.T, self.v_ridge)
+                for _ in range(self.v_steps):
+                    residual = task.output_gradient(torch.tensordot(v, Z, 1), batch.y) * w
+                    v = v - rate * P @ torch.tensordot(Z, residual, residual.ndim)
+            return v
+        for _ in range(self.v_steps):
+            g = mean_gradient(lambda q, b: task.loss(rest | tree.unravel(U @ q["v"], like), b), {"v": v}, stream)["v"]
+            v = v - rate * P @ g
+        return v
+
+    def _lr_v(self, visit: Visit) -> float:
+        rate = self.lr if self.lr_v is None else self.lr_v
+        if self.p is not None:
+            rate = self.p * self.lr / max(1, self.v_steps)  # Theorem 1: η_v = p η_u / K
+        return rate / visit.clients if self.v_scale == "1/n" else rate
+
+    def _apart(self, task: Task, rest: Params) -> tuple[Params, Params]:
+        return tree.without(rest, task.stats), tree.select(rest, task.stats)
+
+    def _v(self, client: Tree, common: Tree, rank: int) -> Tensor:
+        """This client's v in the server's present gauge and rank."""
+        v: Tensor = client["v"]
+        for g, P in sorted(((int(k), P) for k, P in common["maps"].items()) if self.moves else ()):
+            moved = torch.nn.functional.pad(P @ v[: P.shape[1]], (0, self.width - P.shape[0]))
+            v = torch.where(client["generation"] < g, moved, v)
+        return v[:rank]
+
+    def _keep(self, client: Tree, v: Tensor, stats: Params, visit: Visit) -> Tree:
+        kept: Tree = {"v": torch.nn.functional.pad(v, (0, self.width - len(v))), "stats": stats}
+        if self.moves:
+            kept["generation"] = torch.full_like(client["generation"], len(visit.common["maps"]))
+        return kept
+
+    # ------------------------------------------------------------------------------------------------ the server
+
+    def lift(self, mean: Tree, shared: Tree, capacity: Capacity) -> Tree:
+        """The two factors as the matrices whose means the server needs."""
+        if self.u_update == "joint":
+            return mean
+        if self.wire == "full":
+            return {**mean, "C": subspace.from_triangle(mean["C"], shared["U"].shape[1])}
+        return {"theta": mean["theta"], "M": Outer(mean["delta"], mean["v"]), "C": Outer(mean["v"], mean["v"])}
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        return {"U": server["U"] - self.lr * round.mean["G"]}  # U ← U − η_u/|S| Σ G_i, eq. (9)
+        theta = round.mean["theta"]
+        if self.u_update == "joint":
+            return {"U": round.mean["U"], "theta": theta}
+        M, C = round.mean["M"], round.mean["C"]
+        scaled = self.server_step == "scaled"
+        U = subspace.scaled_step(server["U"], M, C, self.ridge) if scaled else server["U"] + M  # eq. (9)
+        return {"U": U, "theta": theta} | (self._move(server, U, C, round.round) if self.moves else {})
+
+    def _move(self, server: Tree, U: Tensor, C: Tensor, t: int) -> Tree:
+        """Change the rank or the gauge when it is time; every v follows by the map that is announced."""
+        C = 0.9 * server["C"] + 0.1 * C
+        state = {"C": C, "map": server["map"], "moved": server["moved"]}
+        P = None
+        if self.rank == "auto" and t >= self.rank_round and len(C) == self.width:
+            k, gap = subspace.largest_gap(subspace.spectrum(U, C))
+            if gap >= self.rank_gap:
+                U, P = subspace.cut(U, C, k)
+        if P is None and self.gauge_every and t % self.gauge_every == 0:
+            U, P = subspace.orthonormal_gauge(U)
+        if P is not None:
+            state = {"C": P @ C @ P.T, "map": P, "moved": torch.tensor(t)}
+        return state | {"U": U}
+
+    def announce(self, server: Tree, round: int) -> Tree | None:
+        if not self.moves or int(server["moved"]) != round:
+            return None
+        return {"map": server["map"]}
+
+    def hear(self, common: Tree, news: Tree) -> Tree:
+        return {"maps": {**common["maps"], str(len(common["maps"]) + 1): news["map"]}}
+
+    # ------------------------------------------------------------------------------------------------ use
 
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
-        return {"all": All()} if task.stats else {}
+        return {"all": All()} if task.stats or self.refresh else {}
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
-        theta = tree.unravel(down["U"] @ client["v"], self._trained(task, task.init())) | client["stats"]  # θ_i = U v_i
-        return task.estimate_statistics(theta, visit["all"]) if task.stats else theta
+        U, rest = down["U"], down["theta"] | client["stats"]
+        v = self._v(client, visit.common, U.shape[1])
+        if self.refresh:
+            v = self._solve(task, U, v, rest, visit["all"])
+        params = rest | tree.unravel(U @ v, tree.select(task.init(), self.factorised(task)))  # θ_i = U v_i
+        return task.estimate_statistics(params, visit["all"]) if task.stats else params
 
-    def _trained(self, task: Task, params: Params) -> Params:
-        return tree.select(params, task.names)
+    def monitor(self, server: Tree) -> dict[str, float]:
+        """Norm and condition of U, and its effective rank."""
+        s = torch.linalg.svdvals(server["U"])
+        share = s.square() / s.square().sum()
+        entropy = -(share * share.clamp_min(1e-30).log()).sum()
+        return {
+            "U_norm": float(s.square().sum().sqrt()),
+            "U_condition": float(s[0] / s[-1].clamp_min(1e-30)),
+            "effective_rank": float(entropy.exp()),
+            "rank": float(server["U"].shape[1]),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PflMfPaper(PflMf):
+    """pFL-MF as written. Dadras, Stich and Yurtsever, TMLR 2025, Algorithm 1.
+
+    All parameters are factorised. A client takes K = `v_steps` plain steps on v, scaled by 1/n as ψ = (1/n) Σ f_i
+    demands, and sends G_i = ∇f_i(U v_i) v_iᵀ at the v it started from; the server takes the uniform mean. What the
+    paper leaves open: columns of U are independent standard initialisations, v_i is a random unit vector, G_i uses all
+    of a client's examples. `p` sets η_v = p η_u / K, the rule of Theorem 1. Kept: v. Sent: the factors of G_i.
+    """
+
+    lr: float = 0.1
+    factorise: Literal["head", "all"] | tuple[str, ...] = "all"
+    v_method: Literal["solve", "precondition", "gradient"] = "gradient"
+    v_steps: int = 1
+    v_scale: Literal["1", "1/n"] = "1/n"
+    g_at: Literal["old", "new"] = "old"
+    u_update: Literal["train", "gradient", "joint"] = "gradient"
+    server_step: Literal["scaled", "plain", "literal"] = "plain"
+    start: Literal["common", "random", "published"] = "random"
+    weighting: Literal["samples", "uniform"] = "uniform"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PflMfJoint(PflMf):
+    """pFL-MF as the published code runs it: U and v are trained together for the run's epochs, U is averaged.
+
+    The published training function stands outside its class and is never called; what runs is FedPer on (U, v), with
+    entries of U uniform in ±1/√r and v normal. Kept: v. Sent: U, d·r numbers.
+    """
+
+    lr: float = 0.1
+    factorise: Literal["head", "all"] | tuple[str, ...] = "all"
+    u_update: Literal["train", "gradient", "joint"] = "joint"
+    start: Literal["common", "random", "published"] = "published"

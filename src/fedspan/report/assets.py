@@ -58,7 +58,7 @@ summary{cursor:pointer;padding:.6rem 1rem}
 summary small{color:var(--soft);font-size:.85rem}
 pre{margin:0;padding:.9rem 1.1rem;overflow-x:auto;font-size:.86rem;line-height:1.5;border-top:1px solid var(--line)}
 pre,code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-code{font-size:.9em}
+code{font-size:.9em;white-space:nowrap}
 .command{background:var(--card);border:1px solid var(--line);border-radius:10px}
 footer{margin-top:2.4rem;color:var(--soft);font-size:.85rem}
 @media (max-width:560px){main{padding:1.4rem .8rem 2rem}h1{font-size:1.5rem}.cards{grid-template-columns:1fr;gap:.6rem}

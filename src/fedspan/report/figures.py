@@ -12,7 +12,7 @@ from fedspan.errors import FedspanError
 from fedspan.report.canvas import bare, canvas, save
 from fedspan.report.measures import Axis, Curve, curve_of, measure_of
 from fedspan.report.measures import clients as client_values
-from fedspan.report.palette import INK, PAPER, SOFT, Look, looks
+from fedspan.report.palette import BASELINES, INK, PAPER, SOFT, Look, looks
 from fedspan.report.runs import Run, as_run, group
 from fedspan.report.tables import short, summary_rows
 
@@ -44,13 +44,15 @@ def bytes_bars(runs: Runs, path: str | Path) -> Path:
 
 
 def curves_figure(runs: Runs, x: Axis = "round") -> Figure:
-    """The figure of `curves`.
+    """The figure of `curves`, to be drawn by `save` or `inline_svg`, which set the style.
 
     Raises:
-        FedspanError: for an unknown axis, or if matplotlib is missing.
+        FedspanError: for an unknown axis.
     """
     if x not in _X:
         raise FedspanError(f"Report: x must be 'round', 'bytes' or 'seconds'. Got {x!r}.")
+    from matplotlib.ticker import MaxNLocator
+
     known = [as_run(r) for r in runs]
     groups, measure = group(known), measure_of(known)
     look = looks(groups)
@@ -63,11 +65,11 @@ def curves_figure(runs: Runs, x: Axis = "round") -> Figure:
     moving = [c for c in found if c not in still]
     lines: list[tuple[Curve, Look, float]] = []
     for k, c in reversed(list(enumerate(moving))):
-        own = k < _MOST
+        own = k < _MOST or c.label in BASELINES
         style = look[c.label] if own else Look("#c9ced6", "-")
         y = scale * np.array(c.y)
         # Few evaluations are shown as such: a line between two points is not a measurement.
-        marker = "o" if len(y) <= 12 else ""
+        marker = "o" if len(y) <= 20 else ""
         axes.plot(c.x, y, color=style.colour, linestyle=style.dash, linewidth=1.7, marker=marker, markersize=3.2)
         if c.spread is not None:
             s = scale * np.array(c.spread)
@@ -80,6 +82,8 @@ def curves_figure(runs: Runs, x: Axis = "round") -> Figure:
         axes.set_xscale("log")
         axes.set_xlabel(f"{_X[x]} (logarithmic)")
     axes.xaxis.set_major_formatter(lambda v, _: short(v).rstrip("0").rstrip(".") if "." in short(v) else short(v))
+    if x == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no round two and a half
     axes.xaxis.set_minor_formatter(lambda v, _: "")
     rest = len(moving) - len(lines)
     if not found:
@@ -185,7 +189,19 @@ def _legend(axes: Axes, entries: Sequence[tuple[Curve, Look, float]], still: set
     if rest:
         handles.append(Line2D([], [], color="#c9ced6", linewidth=1.7))
         names.append(f"{rest} others")
-    side: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.44, -0.17), "ncols": 3, "columnspacing": 1.2}
+    longest = max(map(len, names))
+    beside = 3 if longest <= 16 else 2 if longest <= 27 else 1
+    over = max(0, -(-len(names) // beside) - 3)
+    figure: Any = axes.figure
+    if over:  # a long legend gets its own room instead of the axes'
+        figure.set_size_inches(_SIZE[0], _SIZE[1] + 0.17 * over)
+    drop = -0.17 * _SIZE[1] / (_SIZE[1] + 0.05 * over)
+    side: dict[str, Any] = {
+        "loc": "upper center",
+        "bbox_to_anchor": (0.46, drop),
+        "ncols": beside,
+        "columnspacing": 1.2,
+    }
     axes.legend(handles, names, frameon=False, fontsize=8, labelcolor=INK, handlelength=1.9, **side)
 
 

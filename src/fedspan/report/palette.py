@@ -15,7 +15,7 @@ INK, SOFT, GRID, PAPER = "#1b1f24", "#57606a", "#e3e6ea", "#ffffff"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#e08e00", "#3fa0d8", "#882255", "#332288")
 _DASHES: tuple[Dash, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 # Baselines everybody knows stay in the background.
-_BASELINES: dict[str, tuple[str, Dash]] = {"local": ("#8a8f98", (0, (1.2, 1.4))), "fedavg": ("#454b54", (0, (5, 2)))}
+BASELINES: dict[str, tuple[str, Dash]] = {"local": ("#8a8f98", (0, (1.2, 1.4))), "fedavg": ("#454b54", (0, (5, 2)))}
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def looks(groups: Sequence[Group]) -> dict[str, Look]:
     out: dict[str, Look] = {}
     k = 0
     for g in groups:
-        if g.label in _BASELINES:
-            out[g.label] = Look(*_BASELINES[g.label])
+        if g.label in BASELINES:
+            out[g.label] = Look(*BASELINES[g.label])
         else:
             out[g.label] = Look(_COLOURS[k % len(_COLOURS)], _DASHES[k // len(_COLOURS) % len(_DASHES)])
             k += 1

@@ -1,0 +1,82 @@
+"""Linear algebra of a shared subspace: θ_i = U v_i. Solving for v, stepping U, choosing a gauge, choosing a rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def inverse(A: Tensor, eps: float) -> Tensor:
+    """(A + ε·tr(A)/r·I)⁻¹ of a positive semi-definite matrix; finite also where A is zero."""
+    r = len(A)
+    ridge = eps * A.diagonal().sum() / r + torch.finfo(A.dtype).tiny ** 0.5
+    result: Tensor = torch.linalg.inv(A + ridge * torch.eye(r, dtype=A.dtype, device=A.device))
+    return result
+
+
+def precondition(U: Tensor, eps: float) -> Tensor:
+    """(UᵀU + ε·tr(UᵀU)/r·I)⁻¹, the metric in which a step on v is a step on θ inside span U."""
+    return inverse(U.T @ U, eps)
+
+
+def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float) -> Tensor:
+    """U + M (C + λ·(tr(UᵀU C)/r)·(UᵀU)⁻¹)⁻¹: least squares for the dictionary that explains all Δθ_i by the v_i.
+
+    The ridge transforms like C, so the step does not depend on the gauge (U R, R⁻¹ v). λ = 0 means M·pinv(C).
+    """
+    if ridge:
+        gram = U.T @ U
+        C = C + ridge * torch.trace(gram @ C) / len(gram) * torch.linalg.pinv(gram, hermitian=True)
+    inverted: Tensor = torch.linalg.pinv(C, hermitian=True)
+    return U + M @ inverted
+
+
+def orthonormal_gauge(U: Tensor) -> tuple[Tensor, Tensor]:
+    """U = Q R: the same subspace with orthogonal columns of one length s, and the map v ← R v/s that keeps all θ_i."""
+    Q, R = torch.linalg.qr(U)
+    s = U.norm() / len(R) ** 0.5
+    return Q * s, R / s
+
+
+def symmetric_root(C: Tensor) -> tuple[Tensor, Tensor]:
+    """C^{1/2} and its pseudo-inverse, for a positive semi-definite C."""
+    values, vectors = torch.linalg.eigh(C)
+    root = values.clamp_min(0).sqrt()
+    floor = root.max() * 1e-7
+    inverted = torch.where(root > floor, 1 / root.clamp_min(torch.finfo(C.dtype).tiny), torch.zeros_like(root))
+    return (vectors * root) @ vectors.T, (vectors * inverted) @ vectors.T
+
+
+def spectrum(U: Tensor, C: Tensor) -> Tensor:
+    """Singular values of U C^{1/2}: how much of the models' spread each direction carries."""
+    values: Tensor = torch.linalg.svdvals(U @ symmetric_root(C)[0])
+    return values
+
+
+def largest_gap(values: Tensor) -> tuple[int, float]:
+    """The position k and size of the largest ratio σ_k/σ_{k+1} of a falling sequence (k counted from 1)."""
+    tiny = torch.finfo(values.dtype).tiny
+    ratios = values[:-1] / values[1:].clamp_min(tiny)
+    k = int(ratios.argmax())
+    return k + 1, float(ratios[k])
+
+
+def cut(U: Tensor, C: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The best rank-r' dictionary for models distributed as C, and the r'×r map for every v."""
+    root, inverted = symmetric_root(C)
+    _, _, Vh = torch.linalg.svd(U @ root, full_matrices=False)
+    B = Vh[:rank].T
+    return U @ root @ B, B.T @ inverted
+
+
+def triangle(C: Tensor) -> Tensor:
+    """The upper triangle of a symmetric matrix as a vector: r(r+1)/2 numbers."""
+    i, j = torch.triu_indices(len(C), len(C))
+    return C[i, j]
+
+
+def from_triangle(t: Tensor, r: int) -> Tensor:
+    """The inverse of `triangle`."""
+    i, j = torch.triu_indices(r, r)
+    upper = torch.zeros(r, r, dtype=t.dtype, device=t.device).index_put((i, j), t)
+    return upper + upper.triu(1).T

@@ -1,0 +1,219 @@
+"""Worker processes: order, broadcasts, errors, deaths, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from conftest import assert_same
+from fedspan.errors import ConfigError, FedspanError, Refused
+from fedspan.pool import Job, Meta, Pool, WorkerError
+from fedspan.tree import Outer, Tree
+
+HERE = os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> Iterator[None]:
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    yield
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
+
+
+def handle(meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
+    """What the jobs of these tests ask for."""
+    time.sleep(meta.get("sleep", 0.0))
+    match meta.get("do"):
+        case "crash":
+            raise KeyError("no such layer: body.7")
+        case "refuse":
+            raise Refused("client 3: the weight must be 1. Got 2.")
+        case "config":
+            raise ConfigError("Train: chunk must be an integer >= 1. Got 0.")
+        case "die":
+            os._exit(3)
+        case "exit":
+            sys.exit(4)
+    out: Tree = {"sum": data["x"].sum() + broadcast.get("bias", torch.zeros(())), "empty": {}}
+    return {"k": meta["k"], "pid": os.getpid(), "threads": torch.get_num_threads()}, out
+
+
+def job(k: int, shared: str = "", **meta: Any) -> Job:
+    return Job({"k": k, **meta}, {"x": torch.full((3,), float(k), dtype=torch.float64), "e": {}}, shared)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
+    # The first jobs take longest, so that later ones are done before them.
+    with Pool(handle, workers) as pool:
+        for _ in range(2):
+            results = list(pool.run([job(k, sleep=0.05 if k < 2 else 0.0) for k in range(9)]))
+            assert [m["k"] for m, _ in results] == list(range(9))
+            assert [float(t["sum"]) for _, t in results] == [3.0 * k for k in range(9)]
+            assert all(t["empty"] == {} for _, t in results)
+        pids = {m["pid"] for m, _ in results}
+        assert (pids == {HERE}) == (workers == 1) and len(pids) <= workers
+        if workers > 1:
+            assert HERE not in pids and {m["threads"] for m, _ in results} == {1}
+
+
+def test_one_job_needs_no_worker() -> None:
+    with Pool(handle, 2) as pool:
+        assert next(iter(pool.run([job(1)])))[0]["pid"] == os.getpid()
+        assert list(pool.run([])) == []
+        assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_jobs_see_the_broadcast_they_name_and_its_latest_value(workers: int) -> None:
+    with Pool(handle, workers) as pool:
+        pool.share("a", {"bias": torch.tensor(100.0)})
+        pool.share("b", {"bias": torch.tensor(200.0)})
+        jobs = [job(k, shared=s) for k in (0, 1) for s in ("a", "b", "")]
+        assert [float(t["sum"]) for _, t in pool.run(jobs)] == [100, 200, 0, 103, 203, 3]
+        pool.share("a", {"bias": torch.tensor(-1.0)})
+        assert [float(t["sum"]) for _, t in pool.run(jobs)] == [-1, 200, 0, 2, 203, 3]
+
+
+def test_trees_of_all_kinds_travel() -> None:
+    tree_in: Tree = {
+        "big": torch.arange(300_000, dtype=torch.float64).reshape(3, -1),
+        "o": Outer(torch.ones(3), torch.zeros(0)),
+        "flag": torch.tensor([True, False, True]),
+        "odd": torch.arange(5, dtype=torch.int16)[::2],
+        "e": {"f": {}},
+    }
+    shared: Tree = {"t": torch.eye(3, dtype=torch.float32), "none": {}}
+    with Pool(lambda meta, data, common: (meta, {"d": data, "c": common}), 2) as pool:
+        pool.share("s", shared)
+        results = list(pool.run([Job({"text": "θ", "n": [1, None]}, tree_in, "s")] * 4))
+        for meta, back in results:
+            assert meta == {"text": "θ", "n": [1, None]}
+            assert_same(back, {"d": tree_in, "c": shared})
+            assert back["d"]["e"] == {"f": {}} and back["c"]["none"] == {} and isinstance(back["d"]["o"], Outer)
+            back["d"]["big"][0, 0] = 5.0  # what arrives may be written to
+        assert float(tree_in["big"][0, 0]) == 0.0
+
+
+def test_an_error_in_a_worker_brings_its_traceback() -> None:
+    with Pool(handle, 2) as pool, pytest.raises(WorkerError) as e:
+        list(pool.run([job(0), job(1, do="crash"), job(2)]))
+    text = str(e.value)
+    assert "Traceback" in text and "KeyError: 'no such layer: body.7'" in text and "test_pool.py" in text
+
+
+@pytest.mark.parametrize(
+    ("do", "sentence"),
+    [
+        ("refuse", "client 3: the weight must be 1. Got 2."),
+        ("config", "Train: chunk must be an integer >= 1. Got 0."),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_for_people_keeps_its_sentence(do: str, sentence: str, workers: int) -> None:
+    with Pool(handle, workers) as pool, pytest.raises(FedspanError) as e:
+        list(pool.run([job(0), job(1, do=do)]))
+    assert str(e.value) == sentence
+
+
+@pytest.mark.parametrize("place", [0, 1, 5])
+def test_a_worker_that_dies_is_a_clear_sentence(place: int) -> None:
+    with Pool(handle, 2) as pool, pytest.raises(WorkerError) as e:
+        list(pool.run([job(k, **({"do": "die"} if k == place else {})) for k in range(8)]))
+    text = str(e.value)
+    assert "ended unexpectedly, most likely for lack of memory" in text
+    assert "Use a smaller train.chunk, or train.workers=1; the run can be resumed." in text
+    assert text.startswith("Simulator: worker ")
+
+
+def test_a_worker_killed_between_rounds_is_noticed() -> None:
+    with Pool(handle, 2) as pool:
+        list(pool.run([job(k) for k in range(4)]))
+        child = psutil.Process().children()[0]
+        child.kill()
+        gone, _ = psutil.wait_procs([child], timeout=5)
+        assert gone
+        with pytest.raises(WorkerError, match="ended unexpectedly"):
+            list(pool.run([job(k) for k in range(4)]))
+
+
+def test_sys_exit_in_a_worker_is_an_error_like_any_other() -> None:
+    with Pool(handle, 2) as pool, pytest.raises(WorkerError, match="SystemExit: 4"):
+        list(pool.run([job(0), job(1, do="exit")]))
+
+
+def test_a_pool_works_again_after_an_error() -> None:
+    with Pool(handle, 2) as pool:
+        with pytest.raises(WorkerError):
+            list(pool.run([job(0, do="crash"), job(1, sleep=0.05), job(2), job(3)]))
+        # Answers of the abandoned jobs must not be taken for those of the next.
+        results = list(pool.run([job(k) for k in (10, 11, 12)]))
+        assert [m["k"] for m, _ in results] == [10, 11, 12]
+
+
+def test_a_pool_works_again_after_a_run_was_left_early() -> None:
+    with Pool(handle, 2) as pool:
+        for meta, _ in pool.run([job(k, sleep=0.02) for k in range(6)]):
+            if meta["k"] == 1:
+                break
+        results = list(pool.run([job(k) for k in (10, 11, 12)]))
+        assert [m["k"] for m, _ in results] == [10, 11, 12]
+
+
+def test_close_ends_the_workers_even_when_they_are_busy_and_a_closed_pool_starts_anew() -> None:
+    pool = Pool(handle, 2)
+    running = pool.run([job(0), job(1, sleep=30.0), job(2, sleep=30.0)])
+    next(running)
+    assert len(psutil.Process().children()) == 2
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 5 and not psutil.Process().children()
+    pool.close()
+    assert [m["k"] for m, _ in pool.run([job(k) for k in range(3)])] == [0, 1, 2]
+    pool.close()
+    assert not psutil.Process().children()
+
+
+ORPHANS = """
+import json, os, time
+from fedspan.pool import Job, Pool
+
+def handle(meta, data, common):
+    time.sleep(meta["sleep"])
+    return {}, {}
+
+pool = Pool(handle, 2)
+results = pool.run([Job({"sleep": 0}), Job({"sleep": 60}), Job({"sleep": 60})])
+next(results)
+print(json.dumps(pool._pids), flush=True)
+os.kill(os.getpid(), 9)  # while both workers are busy
+"""
+
+
+def test_workers_end_with_a_parent_that_was_killed() -> None:
+    # Not captured by a pipe until its end: workers that go on would hold it open.
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = json.loads(parent.stdout.readline())
+        parent.wait(timeout=30)
+    assert len(pids) == 2
+    until = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
