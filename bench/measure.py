@@ -19,8 +19,8 @@ from fedspan.task import Task
 def fedspan_speed(w: Workload, method: str, fields: dict[str, object]) -> tuple[float, float]:
     """Training samples per second in whole rounds (evaluation and loading left out), and peak memory in MB.
 
-    A sample counts once for every gradient taken on it: FedAvg takes one per epoch, the paper's pFL-MF one for each v-step
-    and one for G.
+    A sample counts once for every gradient taken on it: FedAvg takes one per epoch, the paper's pFL-MF one for each
+    v-step and one for G.
     """
     data = w.data()
     settings = Settings(participation=0.1, batch_size=w.batch, evaluate_every=10**9)

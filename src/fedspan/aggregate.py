@@ -11,13 +11,17 @@ from fedspan import tree
 from fedspan.tree import Outer, Tree
 
 
-def weighted_sum(stacked: Any, weights: Tensor) -> Any:
-    """Σ_k w_k x_k over the leading axis. A leaf `Outer(a, b)` adds up w_k a_k b_kᵀ and becomes a matrix."""
+def weighted_sum(stacked: Any, weights: Tensor, keep_factors: bool = False) -> Any:
+    """Σ_k w_k x_k over the leading axis. A leaf `Outer(a, b)` adds up w_k a_k b_kᵀ and becomes a matrix.
+
+    With `keep_factors` an `Outer` of fewer members than its matrix has columns stays a (longer) list of factors.
+    """
     if isinstance(stacked, dict):
-        return {k: weighted_sum(v, weights) for k, v in stacked.items()}
+        return {k: weighted_sum(v, weights, keep_factors) for k, v in stacked.items()}
     if isinstance(stacked, Outer):
         a, b = stacked
-        return (a * weights.to(a.dtype)[:, None]).T @ b
+        scaled = b * weights.to(b.dtype)[:, None]  # the short factor
+        return Outer(a, scaled) if keep_factors and len(b) < b.shape[1] else a.T @ scaled
     return torch.tensordot(weights.to(stacked.dtype), stacked, 1)
 
 
@@ -32,20 +36,49 @@ def weighted_mean(stacked: Any, weights: Tensor) -> Any:
 
 
 class Mean:
-    """A weighted mean that takes uploads in groups and keeps one tree: sum and total weight."""
+    """A weighted mean that takes partial sums one after another and adds them up in that order."""
 
     def __init__(self) -> None:
-        self.total: Tree | None = None
+        self.total: Any = None
         self.weight = 0.0
 
     def add(self, total: Tree, weight: float) -> None:
-        """Add a partial weighted sum and the weight behind it."""
-        self.total = total if self.total is None else tree.add(self.total, total)
+        """Add a partial weighted sum (from `weighted_sum`) and the weight behind it."""
+        self.total = _open(total) if self.total is None else _join(self.total, total)
         self.weight += weight
 
     def result(self) -> Tree:
         """The mean; empty if nothing was added."""
-        return {} if self.total is None else tree.map(lambda a: a / self.weight, self.total)
+        if self.total is None:
+            return {}
+        result: Tree = _close(self.total, self.weight)
+        return result
+
+
+def _open(x: Any) -> Any:
+    """Factors are collected in lists and multiplied once at the end."""
+    if isinstance(x, dict):
+        return {k: _open(v) for k, v in x.items()}
+    return [x] if isinstance(x, Outer) else x
+
+
+def _join(x: Any, y: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _join(x[k], y[k]) for k in x}
+    if isinstance(x, list) and isinstance(y, Outer):
+        return [*x, y]
+    return _matrix(x) + _matrix(y)
+
+
+def _close(x: Any, weight: float) -> Any:
+    return {k: _close(v, weight) for k, v in x.items()} if isinstance(x, dict) else _matrix(x) / weight
+
+
+def _matrix(x: Any) -> Tensor:
+    if isinstance(x, list):
+        return torch.cat([o.a for o in x]).T @ torch.cat([o.b for o in x])
+    matrix: Tensor = x.a.T @ x.b if isinstance(x, Outer) else x
+    return matrix
 
 
 def mix(stacked: Tree, omega: Tensor) -> Tree:

@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 
 class Step:
-    """One SGD step in the making: where new parameters go."""
+    """One SGD step in the making: the parameters it starts from, and where new ones go."""
 
-    def __init__(self, lr: float, fresh: bool) -> None:
-        self.lr, self.fresh = lr, fresh  # fresh: the parameters are not ours to change, write new ones
+    def __init__(self) -> None:
+        self.params: dict[str, Tensor] = {}
+
+    def begin(self, params: dict[str, Tensor], lr: float, fresh: bool) -> None:
+        """Start a step; `fresh` means that `params` are not ours to change, so new tensors are written."""
+        self.params, self.lr, self.fresh = params, lr, fresh
         self.new: dict[str, Tensor] = {}
+        self.calls = 0
 
 
 class _Apply(torch.autograd.Function):
@@ -31,55 +36,55 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
-        step: Step = ctx.layer.step
+        layer: FusedLinear = ctx.layer
+        step = layer.step
         before = g @ ctx.weight if ctx.needs_input_grad[0] else None  # with the weights of the forward pass
         g2, x2 = g.reshape(-1, g.shape[-1]), ctx.x.reshape(-1, ctx.x.shape[-1])
-        for name, value in (("weight", ctx.weight), ("bias", ctx.bias)):
-            if value is None or not value.requires_grad:
-                continue
-            held = value.detach()
-            if name == "weight":
-                out = torch.empty_like(held) if step.fresh else held
-                torch.addmm(held, g2.T, x2, alpha=-step.lr, out=out)
-            else:
-                out = torch.sub(held, g2.sum(0), alpha=step.lr) if step.fresh else held.sub_(g2.sum(0), alpha=step.lr)
-            step.new[f"{ctx.layer.path}{name}"] = out
+        held = ctx.weight.detach()
+        out = torch.empty_like(held) if step.fresh else held
+        step.new[layer.weight_name] = torch.addmm(held, g2.T, x2, alpha=-step.lr, out=out)
+        if ctx.bias is not None:
+            held = ctx.bias.detach()
+            out = torch.empty_like(held) if step.fresh else held
+            step.new[layer.bias_name] = torch.sub(held, g2.sum(0), alpha=step.lr, out=out)
         return before, None, None, None
 
 
 class FusedLinear(nn.Linear):
-    """`nn.Linear` that hands its step to the `Step` it was given."""
+    """`nn.Linear` that takes its parameters from a `Step` and hands the new ones back to it."""
 
-    path: str
+    weight_name: str
+    bias_name: str
     step: Step
-    calls: int
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        result: Tensor = _Apply.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        step = self.step
+        step.calls += 1
+        bias = None if self.bias is None else step.params[self.bias_name]
+        result: Tensor = _Apply.apply(x, step.params[self.weight_name], bias, self)  # type: ignore[no-untyped-call]
         return result
 
 
-def fuse(module: nn.Module) -> tuple[nn.Module, list[FusedLinear], list[str]]:
-    """A copy of a module with fused linear layers, these layers, and the names of the parameters they step.
+def fuse(module: nn.Module) -> tuple[nn.Module, Step, list[str]]:
+    """A copy of a module with fused linear layers, their common step, and the names of the parameters they step.
 
-    Only plain `nn.Linear` layers whose weights are their own parameters, shared with no other layer, are replaced. Each
-    must run once per forward pass and its parameters serve nothing else: the caller checks both on the first step.
+    Only plain `nn.Linear` layers whose weights are their own trainable parameters, shared with no other layer, are
+    replaced. Each must run once per forward pass and its parameters serve nothing else: the caller checks both.
     """
     module = copy.deepcopy(module)
     owners: dict[int, int] = {}
     for m in module.modules():
         for p in m.parameters(recurse=False):
             owners[id(p)] = owners.get(id(p), 0) + 1
-    layers, names = [], []
+    step, names = Step(), []
     for name, m in list(module.named_modules()):
-        own = {k for k, _ in m.named_parameters(recurse=False)}
+        own = {k for k, p in m.named_parameters(recurse=False) if p.requires_grad}
         plain = type(m) is nn.Linear and own == ({"weight"} if m.bias is None else {"weight", "bias"})
         if not plain or m._forward_pre_hooks or any(owners[id(p)] > 1 for p in m.parameters()):
             continue
         m.__class__ = FusedLinear
         assert isinstance(m, FusedLinear)
-        m.path = f"{name}." if name else ""
-        layers.append(m)
-        names += [f"{m.path}{k}" for k, p in m.named_parameters(recurse=False) if p.requires_grad]
-    return module, layers, names
+        path = f"{name}." if name else ""
+        m.step, m.weight_name, m.bias_name = step, f"{path}weight", f"{path}bias"
+        names += [f"{path}{k}" for k in own]
+    return module, step, names

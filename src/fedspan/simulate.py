@@ -185,10 +185,11 @@ class Simulation:
         lost = dropped(sampled, self.settings, self.seed, t)
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
         sizes: Counter[str] = Counter()
-        rows: list[tuple[Capacity, list[int], Tree]] = []
+        rows: list[tuple[Capacity, list[int], Tree, Tree]] = []
         mean, each, weights = Mean(), {}, {}
-        for ids, capacity, meta, answer in self._train(t, going, lost, sizes):
-            rows.append((capacity, ids, answer["rows"]))
+        for job, meta, answer in self._train(t, going, lost, sizes):
+            capacity = self.capacities[job.meta["capacity"]]
+            rows.append((capacity, job.meta["ids"], job.data["rows"], answer["rows"]))
             if meta["answered"]:
                 mean.add(answer["mean"], sum(meta["weights"]))
             for k, i in enumerate(meta["answered"]):
@@ -216,8 +217,8 @@ class Simulation:
                 common, told = self.method.hear(common, news), tree.nbytes(news) * self.data.clients
             r.progress.last_norm = norm
         # Nothing of the round is kept before all of it is known to be finite.
-        for capacity, who, new in rows:
-            self._replaced.append((capacity, who, r.stores[capacity].take(who)))
+        for capacity, who, old, new in rows:
+            self._replaced.append((capacity, who, old))
             r.stores[capacity].put(who, new)
         r.server, r.common = tree.contiguous(server), tree.contiguous(common)
         total = {d: sum(v for k, v in sizes.items() if k.startswith(d + "/")) for d in ("up", "down")}
@@ -226,9 +227,7 @@ class Simulation:
         r.progress.names.update(sizes)
         return {"round": t, "sampled": len(sampled), "answered": len(ids), "skipped": skipped, "bytes": total}
 
-    def _train(
-        self, t: int, ids: list[int], lost: set[int], sizes: Counter[str]
-    ) -> Iterator[tuple[list[int], Capacity, Meta, Tree]]:
+    def _train(self, t: int, ids: list[int], lost: set[int], sizes: Counter[str]) -> Iterator[tuple[Job, Meta, Tree]]:
         """Run `client_update` for all of `ids`; yields chunks in a fixed order, whatever the workers do."""
         jobs = self._jobs("train", t, ids, sizes, {i: len(self.data.train[i]) for i in ids})
         for job in jobs:
@@ -238,7 +237,7 @@ class Simulation:
                 names = ", ".join(self.data.names[i] for i in meta["bad"][:5])
                 raise Divergence(f"Simulator: round {t} gave NaN or infinity on client(s) {names}; {self._advice()}")
             sizes.update(meta["bytes"])
-            yield job.meta["ids"], self.capacities[job.meta["capacity"]], meta, data
+            yield job, meta, data
 
     def _jobs(self, do: str, t: int, ids: list[int], sizes: Counter[str], load: dict[int, int]) -> list[Job]:
         """Cut clients into chunks of one capacity, the largest first so that a chunk wastes little on empty slots."""
@@ -314,9 +313,12 @@ class Simulation:
         facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
         lifted = sent.mean
         if type(self.method).lift is not Method.lift and names:
-            one = [self.method.lift(tree.take(lifted, k), broadcast["shared"], capacity) for k in range(len(names))]
-            lifted = tree.stack(one)
-        return facts, {"rows": answer.rows, "mean": weighted_sum(lifted, sent.weight), "each": sent.each}
+            lifted = torch.func.vmap(lambda mean: self.method.lift(mean, broadcast["shared"], capacity))(lifted)
+        return facts, {
+            "rows": answer.rows,
+            "mean": weighted_sum(lifted, sent.weight, keep_factors=True),
+            "each": sent.each,
+        }
 
     # ------------------------------------------------------------------------------------------------ guards
 

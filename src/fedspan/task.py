@@ -14,7 +14,7 @@ from torch.func import functional_call, grad
 from fedspan import tree
 from fedspan.batches import Batch
 from fedspan.errors import ConfigError
-from fedspan.fused import FusedLinear, Step, fuse
+from fedspan.fused import Step, fuse
 from fedspan.randomness import fold, torch_seed, uniform
 from fedspan.tree import Params
 
@@ -92,9 +92,12 @@ class Task:
         self._dropouts = [f"{k}.key" for k, m in self.module.named_modules() if isinstance(m, Dropout)]
         self._head_module, self.head = self._find_head(head)
         self.body = [k for k in self.names if k not in set(self.head)]
-        self._fused: tuple[nn.Module, list[FusedLinear], list[str]] | None = fuse(self.module)
-        if self.stats or not self._fused[1]:
-            self._fused = None
+        self._fused: tuple[nn.Module, Step, set[str]] | None = None
+        if not self.stats:
+            module, step, names = fuse(self.module)
+            self._fused = (module, step, set(names)) if names else None
+        # How many layers should run in a forward pass; None once that has been seen to hold.
+        self._fused_layers: int | None = sum(k.endswith("weight") for k in (self._fused[2] if self._fused else ()))
         if not self.names:
             raise ConfigError("Task: the model has no trainable parameters.")
 
@@ -172,20 +175,19 @@ class Task:
         """
         if self._fused is None or params.keys() != set(self.names):
             return None
-        module, layers, names = self._fused
-        step = Step(lr, fresh)
-        for layer in layers:
-            layer.step, layer.calls = step, 0
+        module, step, names = self._fused
         leaf = {k: p.detach().requires_grad_() for k, p in params.items()}
+        step.begin(leaf, lr, fresh)
+        # Fused layers find their parameters themselves; the first time all are given, to see if others use them too.
+        given = {k: p for k, p in leaf.items() if k not in names} if self._fused_layers is None else leaf
         with torch.enable_grad():
-            out = self._call(module, leaf, batch.x, batch.key if self._dropouts else None)
-            if any(layer.calls != 1 for layer in layers):
-                self._fused = None
-                return None
+            out = self._call(module, given, batch.x, batch.key if self._dropouts else None)
             batch.mean(self.example_loss(out, batch.y)).backward()  # type: ignore[no-untyped-call]
-        if fresh and any(leaf[k].grad is not None for k in names):  # a weight that serves outside its layer too
-            self._fused = None
-            return None
+        if self._fused_layers is not None:
+            if step.calls != self._fused_layers or any(leaf[k].grad is not None for k in names):
+                self._fused = None  # a layer runs twice or not at all, or its weight serves outside it too
+                return None
+            self._fused_layers = None
         for k, p in leaf.items():
             if k in step.new:
                 continue
@@ -279,7 +281,7 @@ class Task:
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
         if key is not None and self._dropouts:
             params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
-        result: Tensor = functional_call(module, params, (x,))
+        result: Tensor = functional_call(module, params, (x,)) if params else module(x)
         return result
 
     def _prepare(self, module: nn.Module) -> nn.Module:

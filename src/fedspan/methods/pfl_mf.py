@@ -13,7 +13,7 @@ from torch.func import vmap
 from fedspan import subspace, tree
 from fedspan.batches import All, Amount, Batch, Batches, Epochs, Steps
 from fedspan.errors import ConfigError
-from fedspan.local import mean_gradient, sgd
+from fedspan.local import gradient, mean_gradient
 from fedspan.method import Averaging, Capacity, Down, Federation, Round, Sent, Visit, Who
 from fedspan.randomness import key, normal, uniform
 from fedspan.task import Task
@@ -189,17 +189,19 @@ class PflMf(Averaging):
         if self.v_method != "gradient":
             v = self._solve(task, U, old, rest, visit["v"])
         else:
-            v = sgd(lambda q, b: f(U @ q["v"], rest, b), {"v": old}, visit["v"], self._lr_v(visit))["v"]  # eq. (8)
+            v, rate = old, self._lr_v(visit)
+            for batch in visit["v"]:
+                g = gradient(lambda q, b: f(q["t"], rest, b), {"t": v @ U.T}, batch)["t"]
+                v = v - rate * (g @ U)  # v ← v − η_v Uᵀ∇f_i(U v), eq. (8)
         at = old if self.g_at == "old" else v
         if self.u_update == "gradient":
-            g = mean_gradient(
-                lambda q, b: f(q["t"], client["stats"] | q["rest"], b), {"t": U @ at, "rest": down["theta"]}, visit["U"]
-            )
+            start = {"t": at @ U.T, "rest": down["theta"]}
+            g = mean_gradient(lambda q, b: f(q["t"], client["stats"] | q["rest"], b), start, visit["U"])
             delta, theta, stats = -self.lr * g["t"], tree.add(down["theta"], g["rest"], -self.lr), client["stats"]
         else:
             # θ = U v + s z with s = ‖v‖ for the literal step: K_U steps on U are steps of η‖v‖² on θ, exactly.
             s = at.norm() if self.server_step == "literal" else 1.0
-            base = U @ at
+            base = at @ U.T
             new = self.fit(
                 lambda q, b: f(base + s * q["z"], q["rest"], b), {"z": torch.zeros_like(base), "rest": rest}, visit["U"]
             )
