@@ -31,10 +31,13 @@ def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float) -> Tensor:
     return U + M @ inverted
 
 
-def orthonormal_gauge(U: Tensor) -> tuple[Tensor, Tensor]:
-    """U = Q R: the same subspace with orthogonal columns of one length s, and the map v ← R v/s that keeps all θ_i."""
+def orthonormal_gauge(U: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """U = Q R: the same subspace with orthogonal columns of one length s, and the map v ← R v/s that keeps all θ_i.
+
+    s is chosen so that the v_i, distributed as C, have mean square length 1: otherwise U could grow as v shrinks.
+    """
     Q, R = torch.linalg.qr(U)
-    s = U.norm() / len(R) ** 0.5
+    s = torch.trace(R @ C @ R.T).clamp_min(torch.finfo(U.dtype).tiny).sqrt()
     return Q * s, R / s
 
 

@@ -46,6 +46,7 @@ class PflMf(Averaging):
     lr_v: float | None = None
     p: float | None = None
     v_ridge: float = 1e-5
+    v_prior: float = 1.0
     g_at: Literal["old", "new"] = "new"
     u_update: Literal["train", "gradient", "joint"] = "train"
     u_steps: int | None = None
@@ -71,6 +72,7 @@ class PflMf(Averaging):
             if getattr(self, name) is not None:
                 self.require(name, 0.0, allow_zero=True)
         self.require("v_ridge", 0.0, allow_zero=True)
+        self.require("v_prior", 0.0, allow_zero=True)
         self.require("ridge", 0.0, allow_zero=True)
         self.require("rank_gap", 1.0)
         words: dict[str, tuple[str, ...]] = {
@@ -202,9 +204,13 @@ class PflMf(Averaging):
             # θ = U v + s z with s = ‖v‖ for the literal step: K_U steps on U are steps of η‖v‖² on θ, exactly.
             s = at.norm() if self.server_step == "literal" else 1.0
             base = at @ U.T
-            new = self.fit(
-                lambda q, b: f(base + s * q["z"], q["rest"], b), {"z": torch.zeros_like(base), "rest": rest}, visit["U"]
-            )
+
+            def local(q: Tree, batch: Batch) -> Tensor:
+                theta = base + s * q["z"]
+                prior = self.v_prior / (2 * visit.examples) * theta.square().sum() if self.v_method == "solve" else 0.0
+                return f(theta, q["rest"], batch) + prior * batch.live
+
+            new = self.fit(local, {"z": torch.zeros_like(base), "rest": rest}, visit["U"])
             delta = s * new["z"]
             theta, stats = self._apart(task, new["rest"])
         if self.server_step == "literal":
@@ -231,12 +237,14 @@ class PflMf(Averaging):
                 Z = vmap(lambda column: task.from_features(tree.unravel(column, like), h))(U.T)  # [r, n, C]
                 w = (batch.w / batch.w.sum().clamp_min(1)).reshape(-1, *[1] * (Z.ndim - 2))
                 bound = task.curvature_bound()
+                # A Gaussian prior on θ: with few examples the fit alone would separate them and v would grow for ever.
+                prior = self.v_prior / batch.w.sum().clamp_min(1) * (U.T @ U)
                 if self.v_method == "solve" and bound is not None:
                     flat, weighted = Z.flatten(1), (Z * w).flatten(1)
-                    P = subspace.inverse(bound * flat @ weighted.T, self.v_ridge)
+                    P = subspace.inverse(bound * flat @ weighted.T + prior, self.v_ridge)
                 for _ in range(self.v_steps):
                     residual = task.output_gradient(torch.tensordot(v, Z, 1), batch.y) * w
-                    v = v - rate * P @ torch.tensordot(Z, residual, residual.ndim)
+                    v = v - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + prior @ v)
             return v
         for _ in range(self.v_steps):
             g = mean_gradient(lambda q, b: task.loss(rest | tree.unravel(U @ q["v"], like), b), {"v": v}, stream)["v"]
@@ -295,7 +303,7 @@ class PflMf(Averaging):
             if gap >= self.rank_gap:
                 U, P = subspace.cut(U, C, k)
         if P is None and self.gauge_every and t % self.gauge_every == 0:
-            U, P = subspace.orthonormal_gauge(U)
+            U, P = subspace.orthonormal_gauge(U, C)
         if P is not None:
             state = {"C": P @ C @ P.T, "map": P, "moved": torch.tensor(t)}
         return state | {"U": U}
