@@ -276,7 +276,7 @@ def starting(
 
     class Started(base):  # type: ignore[misc, valid-type]
         def init_server(self, task: Task, federation: Federation) -> Tree:
-            return {"U": U(task), "theta": {}}
+            return {"U": U(task), "theta": {}, "C": torch.eye(self.width, dtype=torch.float64)}
 
         def init_client(self, task: Task, who: Who) -> Tree:
             return {"v": v(task, who.id), "stats": {}}

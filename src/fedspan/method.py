@@ -27,6 +27,7 @@ A whole method, for example one common mean of all labels:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
@@ -185,6 +186,10 @@ class Method:
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         """Outputs for inputs `x` from what `personal` returned."""
         return task.predict(personal, x)
+
+    def size(self, server: Tree) -> float:
+        """The norm of the server's state that the divergence monitor watches."""
+        return math.sqrt(float(tree.squared_norm(server)))
 
     def monitor(self, server: Tree) -> dict[str, float]:
         """Numbers about the server's state worth a curve; asked for whenever the run is evaluated."""

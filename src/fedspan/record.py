@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import time
 from collections import Counter
@@ -88,7 +87,7 @@ class Record:
             first = engine.model(self.capacities[0])
             self.server: Tree = tree.contiguous(engine.method.init_server(first, self.federation))
             self.common: Tree = tree.contiguous(engine.method.common(first, self.federation))
-            norm = math.sqrt(float(tree.squared_norm(self.server)))
+            norm = engine.method.size(self.server)
             self.progress = Progress(start_norm=norm, last_norm=norm)
             if out is not None and not read_only:
                 (out / "metrics.jsonl").write_text("")

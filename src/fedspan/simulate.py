@@ -326,7 +326,7 @@ class Simulation:
         """Raise before a state that is not finite, or grows without measure, replaces a good one."""
         if not tree.all_finite(server):
             raise Divergence(f"Simulator: the server's state is not finite after round {t}; {self._advice()}")
-        norm = math.sqrt(float(tree.squared_norm(server)))
+        norm = self.method.size(server)
         before, start = max(self.record.progress.last_norm, 1.0), max(self.record.progress.start_norm, 1.0)
         if t >= 10 and (norm > 100 * start or norm > 10 * before):
             raise Divergence(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -46,7 +47,7 @@ class PflMf(Averaging):
     lr_v: float | None = None
     p: float | None = None
     v_ridge: float = 1e-5
-    v_prior: float = 1.0
+    v_prior: float = 0.1
     g_at: Literal["old", "new"] = "new"
     u_update: Literal["train", "gradient", "joint"] = "train"
     u_steps: int | None = None
@@ -146,12 +147,10 @@ class PflMf(Averaging):
             columns = (tree.select(task.fresh(federation.seed, "U", j), names) for j in range(self.width))
             U = torch.stack([tree.ravel(c) for c in columns], 1)  # independent standard initialisations
         server = {"U": U, "theta": tree.without(start, [*names, *task.stats])}
+        eye = torch.eye(self.width, dtype=U.dtype)
+        server |= {"C": eye / self.width}  # Σ w v vᵀ of the last round
         if self.moves:
-            server |= {
-                "C": torch.zeros(self.width, self.width, dtype=U.dtype),
-                "map": torch.eye(self.width, dtype=U.dtype),
-            }
-            server |= {"moved": torch.zeros((), dtype=torch.int64)}
+            server |= {"C_mean": torch.zeros_like(eye), "map": eye, "moved": torch.zeros((), dtype=torch.int64)}
         return server
 
     def init_client(self, task: Task, who: Who) -> Tree:
@@ -287,16 +286,16 @@ class PflMf(Averaging):
     def server_update(self, server: Tree, round: Round) -> Tree:
         theta = round.mean["theta"]
         if self.u_update == "joint":
-            return {"U": round.mean["U"], "theta": theta}
+            return {**server, "U": round.mean["U"], "theta": theta}
         M, C = round.mean["M"], round.mean["C"]
         scaled = self.server_step == "scaled"
         U = subspace.scaled_step(server["U"], M, C, self.ridge) if scaled else server["U"] + M  # eq. (9)
-        return {"U": U, "theta": theta} | (self._move(server, U, C, round.round) if self.moves else {})
+        return {"U": U, "theta": theta, "C": C} | (self._move(server, U, C, round.round) if self.moves else {})
 
     def _move(self, server: Tree, U: Tensor, C: Tensor, t: int) -> Tree:
         """Change the rank or the gauge when it is time; every v follows by the map that is announced."""
-        C = 0.9 * server["C"] + 0.1 * C
-        state = {"C": C, "map": server["map"], "moved": server["moved"]}
+        last, C = C, 0.9 * server["C_mean"] + 0.1 * C
+        state = {"C_mean": C, "map": server["map"], "moved": server["moved"]}
         P = None
         if self.rank == "auto" and t >= self.rank_round and len(C) == self.width:
             k, gap = subspace.largest_gap(subspace.spectrum(U, C))
@@ -305,8 +304,9 @@ class PflMf(Averaging):
         if P is None and self.gauge_every and t % self.gauge_every == 0:
             U, P = subspace.orthonormal_gauge(U, C)
         if P is not None:
-            state = {"C": P @ C @ P.T, "map": P, "moved": torch.tensor(t)}
-        return state | {"U": U}
+            state = {"C_mean": P @ C @ P.T, "map": P, "moved": torch.tensor(t)}
+            last = P @ last @ P.T
+        return state | {"U": U, "C": last}
 
     def announce(self, server: Tree, round: int) -> Tree | None:
         if not self.moves or int(server["moved"]) != round:
@@ -328,6 +328,11 @@ class PflMf(Averaging):
             v = self._solve(task, U, v, rest, visit["all"])
         params = rest | tree.unravel(U @ v, tree.select(task.init(), self.factorised(task)))  # θ_i = U v_i
         return task.estimate_statistics(params, visit["all"]) if task.stats else params
+
+    def size(self, server: Tree) -> float:
+        """Root mean square of the θ_i and the norm of the shared part: what a change of gauge leaves alone."""
+        spread = torch.trace(server["U"].T @ server["U"] @ server["C"]).clamp_min(0)
+        return math.sqrt(float(spread) + float(tree.squared_norm(server["theta"])))
 
     def monitor(self, server: Tree) -> dict[str, float]:
         """Norm and condition of U, and its effective rank."""
