@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedspan import __version__
+from fedspan.commands.analyse import analyse
 from fedspan.commands.compare import compare
 from fedspan.commands.console import fail, note
 from fedspan.commands.data import data, partition
@@ -16,9 +17,12 @@ from fedspan.commands.demo import demo
 from fedspan.commands.doctor import doctor
 from fedspan.commands.export import export
 from fedspan.commands.methods import methods
+from fedspan.commands.onboard import onboard
 from fedspan.commands.report import report
+from fedspan.commands.reproduce import reproduce
 from fedspan.commands.run import run
 from fedspan.commands.sweep import sweep
+from fedspan.commands.theory import theory
 from fedspan.commands.traffic import bytes_
 from fedspan.errors import FedspanError
 
@@ -49,9 +53,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Personalised federated learning with low-rank structure: simulate and compare methods.",
 )
-for command in (demo, run, compare, sweep, report, methods, data, partition, doctor, export):
+for command in (demo, run, compare, sweep, reproduce, report, methods, data, partition, doctor, export, onboard):
     app.command()(command)
 app.command("bytes")(bytes_)
+app.command()(theory)
+app.add_typer(analyse, name="analyse")
 
 
 def _version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 
 _FASHION = "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker, Bag, Ankle boot"
@@ -33,6 +34,7 @@ class Known:
     class_names: tuple[str, ...]
     coarse_names: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
+    leaf: bool = False  # may also come as LEAF's JSON files
 
 
 KNOWN: dict[str, Known] = {
@@ -66,6 +68,14 @@ KNOWN: dict[str, Known] = {
         class_names=tuple(str(i) for i in range(100)),
         coarse_names=tuple(_SUPERCLASSES.split(", ")),
     ),
+    "femnist": Known(
+        hub="flwrlabs/femnist",
+        shape=(1, 28, 28),
+        mean=(0.9637,),  # black on white, unlike MNIST; the constants of FL-bench
+        std=(0.155,),
+        class_names=tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
+        leaf=True,
+    ),
 }
 
 SOURCES: dict[str, str] = {
@@ -74,8 +84,9 @@ SOURCES: dict[str, str] = {
     "fashion-mnist": "70,000 pictures of clothes of 28x28 pixels (parquet or IDX files)",
     "cifar10": "colour pictures of 32x32 pixels, 10 classes (parquet)",
     "cifar100": "colour pictures of 32x32 pixels, 100 classes in 20 superclasses (parquet)",
+    "femnist": "814,000 handwritten characters of 28x28 pixels by 3,600 writers, 62 classes (parquet or LEAF's JSON)",
     "OWNER/NAME": "a data set of the Hugging Face hub, read through its `datasets` library",
     "PATH.parquet": "a table with an image column, or with numeric columns, and a label column",
     "PATH.npz": "arrays x, y and optionally x_test, y_test, client, domain",
-    "FOLDER": "one .npz per client (x, y, optionally x_test, y_test), or train/test parquet files, or IDX files",
+    "FOLDER": "one .npz per client (x, y, optionally x_test, y_test), or train/test parquet, IDX or LEAF's JSON files",
 }

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedspan.data import files, tables
+from fedspan.data import files, leaf, tables
 from fedspan.data.catalog import KNOWN, SOURCES, Known
 from fedspan.data.parts import Part, join
 from fedspan.data.pool import Source, assemble
@@ -86,8 +86,9 @@ def _known(name: str, known: Known, root: str | Path | None, limit: int) -> tupl
             )
         except DataError as error:
             looked.append(f"the Hugging Face cache ({error})")
+    also = "LEAF's .json" if known.leaf else "the IDX"
     raise DataError(
-        f"Data: '{name}' was not found. Looked at: {', '.join(looked)}. Put train.parquet and test.parquet (or the IDX"
+        f"Data: '{name}' was not found. Looked at: {', '.join(looked)}. Put train.parquet and test.parquet (or {also}"
         f" files) into ROOT/{name} and set data.root or $FEDSPAN_DATA to ROOT, or use source 'digits'."
     )
 
@@ -95,7 +96,7 @@ def _known(name: str, known: Known, root: str | Path | None, limit: int) -> tupl
 def _folder(
     folder: Path, known: Known | None, columns: Mapping[str, str], limit: int, parquet: bool = True
 ) -> tuple[Part, Part | None] | None:
-    """Train and test parts of a folder with parquet or IDX files, or None if it has neither."""
+    """Train and test parts of a folder with parquet, IDX or LEAF's JSON files, or None if it has none of them."""
     if not folder.is_dir():
         return None
     shape = None if known is None else known.shape
@@ -107,7 +108,11 @@ def _folder(
     if parts[0] is not None:
         return parts[0], parts[1]
     idx = files.find_idx(folder)
-    return files.idx_parts(idx, limit) if idx else None
+    if idx:
+        return files.idx_parts(idx, limit)
+    # Not in the root itself (parquet=False): other data sets may keep JSON there.
+    wanted = parquet and (known is None or known.leaf)
+    return leaf.leaf_parts(folder, limit, shape) if wanted else None
 
 
 def _own(source: str, root: str | Path | None, columns: Mapping[str, str], limit: int) -> tuple[Part, Part | None]:
@@ -122,7 +127,7 @@ def _own(source: str, root: str | Path | None, columns: Mapping[str, str], limit
             return join(train), join(test) if test else None
         found = _folder(path, None, columns, limit)
         if found is None:
-            raise DataError(f"Data: folder {path} must hold .npz files, train.parquet or IDX files. Got none of them.")
+            raise DataError(f"Data: folder {path} must hold .npz files, train.parquet, IDX or LEAF files. Got none.")
         return found
     if path.suffix == ".npz" and path.is_file():
         return files.npz_parts(path, limit)

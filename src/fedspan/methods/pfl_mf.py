@@ -241,6 +241,10 @@ class PflMf(Averaging):
                 if self.v_method == "solve" and bound is not None:
                     flat, weighted = Z.flatten(1), (Z * w).flatten(1)
                     P = subspace.inverse(bound * flat @ weighted.T + prior, self.v_ridge)
+                # A v that was never fitted, or long ago, can be worse than none: start from the better of the two.
+                if self.v_method == "solve" and rate and self.v_steps:
+                    at_v, at_0 = (batch.mean(task.example_loss(torch.tensordot(q, Z, 1), batch.y)) for q in (v, 0 * v))
+                    v = torch.where(at_0 < at_v, torch.zeros_like(v), v)
                 for _ in range(self.v_steps):
                     residual = task.output_gradient(torch.tensordot(v, Z, 1), batch.y) * w
                     v = v - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + prior @ v)

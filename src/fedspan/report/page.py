@@ -19,13 +19,14 @@ from fedspan.report.palette import Look, looks
 from fedspan.report.repeat import configuration, facts, notes
 from fedspan.report.runs import Group, Run, group
 from fedspan.report.tables import Row, columns, summary_rows
-from fedspan.report.text import clean
+from fedspan.report.text import clean, without_paths
 from fedspan.report.words import headline, summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WORST = 10
+_SUBSPACES = 4
 
 
 def write_page(runs: Sequence[Run], out: str | Path, title: str | None = None) -> Path:
@@ -97,7 +98,7 @@ def page(runs: Sequence[Run], title: str | None = None) -> str:
 <div class="figures">
 {_figures(runs, rows)}</div>
 </section>
-<section>
+{_coordinates(groups)}<section>
 <h2>Worst-served clients</h2>
 {_worst_clients(rows, groups)}</section>
 <section>
@@ -175,6 +176,35 @@ def _figures(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         svg = inline_svg(draw, f"{heading}. {label}", f"f{k}")
         out += f"<figure><figcaption><h3>{escape(heading)}</h3><p>{escape(caption)}</p></figcaption>\n{svg}</figure>\n"
     return out
+
+
+def _coordinates(groups: Sequence[Group]) -> str:
+    """Where the clients of pFL-MF lie in its subspace: one figure per setting, of its first seed."""
+    those = [g for g in groups if g.runs[0].method.startswith("pfl-mf")]
+    if not those:
+        return ""
+    from fedspan.report import subspace  # needs torch, which no other part of a page does
+
+    out = ""
+    for k, g in enumerate(those[:_SUBSPACES]):
+        try:
+            of = subspace.coordinates(g.runs[0])
+            found = subspace.structure(of)
+            says = subspace.sentence(of, found)
+            label = f"Clients of {g.label} on the principal plane of their models. {says}"
+            svg = inline_svg(lambda of=of, found=found: subspace.embedding_figure(of, found), label, f"s{k}")  # type: ignore[misc]
+        except Exception as e:  # a damaged checkpoint can fail anywhere, and must not cost the rest of the page
+            why = clean(without_paths(str(e) or type(e).__name__), 300)
+            out += f'<p class="note">No coordinates of {escape(g.label)}: {escape(why)}</p>\n'
+            continue
+        seed = f", seed {g.runs[0].seed}" if len(g.runs) > 1 else ""
+        head = f"<h3>{escape(g.label + seed)}</h3><p>{escape(says)}</p>"
+        out += f"<figure><figcaption>{head}</figcaption>\n{svg}</figure>\n"
+    more = f" The first {_SUBSPACES} of {len(those)} settings are shown." if len(those) > _SUBSPACES else ""
+    return (
+        "<section>\n<h2>The clients' coordinates</h2>\n<p>Every client's model in an orthonormal basis of the shared"
+        f' subspace; near dots are near models.{more}</p>\n<div class="figures">\n{out}</div>\n</section>\n'
+    )
 
 
 def _worst_clients(rows: Sequence[Row], groups: Sequence[Group]) -> str:

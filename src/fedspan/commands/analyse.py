@@ -1,0 +1,147 @@
+"""`fedspan analyse`: a closer look at what a run has learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedspan.commands.console import note, say, show, table, user_path
+from fedspan.commands.onboard import RunPath, open_run
+from fedspan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedspan.report.subspace import Coordinates, Structure
+    from fedspan.simulate import Simulation
+
+
+class Format(StrEnum):
+    """What figures can be written as."""
+
+    png = "png"
+    svg = "svg"
+    pdf = "pdf"
+
+
+Out = Annotated[Path | None, typer.Option("--out", help="Folder for subspace.json and figures; default RUN-subspace.")]
+Clusters = Annotated[int | None, typer.Option("--clusters", help="k of k-means; default: the true groups.", min=1)]
+Refresh = Annotated[bool, typer.Option("--refresh", help="First let every client solve for its v again.")]
+Kinds = Annotated[list[Format] | None, typer.Option("--format", help="png (default), svg, pdf; may be repeated.")]
+
+analyse = typer.Typer(no_args_is_help=True, help="A closer look at what a run has learnt.")
+
+
+@analyse.callback()
+def _analyse() -> None:
+    """A closer look at what a run has learnt."""
+
+
+@analyse.command()
+def subspace(
+    run: RunPath, out: Out = None, clusters: Clusters = None, refresh: Refresh = False, kinds: Kinds = None
+) -> None:
+    """Where the clients of a pfl-mf run lie in the shared subspace, whether they form groups, and its spectrum."""
+    from fedspan.report import subspace as look
+    from fedspan.report.canvas import save
+    from fedspan.report.runs import load_run
+
+    base = run if run.name not in ("", "..") else run.resolve()
+    where = user_path(out or base.with_name(f"{base.name}-subspace"), "--out")
+    loaded = load_run(run)
+    if not look.is_subspace(loaded):
+        raise ConfigError(f"analyse subspace: the run must be of pfl-mf. Got one of {loaded.method}.")
+    of = refreshed(open_run(run, "analyse")[1]) if refresh else look.coordinates(loaded)
+    found, over = look.structure(of, clusters), look.norms(loaded.lines)
+    show(table(["", ""], _rows(of, found, over)))
+    say(look.sentence(of, found))
+    if of.untrained:
+        note("--refresh lets clients that never took part solve for their v first.")
+    where.mkdir(parents=True, exist_ok=True)
+    _write(where / "subspace.json", facts(of, found, over, loaded.result["names"]))
+    figures = {
+        "embedding": lambda: look.embedding_figure(of, found),
+        "singular_values": lambda: look.spectrum_figure(found),
+        "norms": lambda: look.norms_figure(over),
+    }
+    for name, draw in figures.items():
+        for kind in dict.fromkeys(kinds or [Format.png]):
+            save(draw, where / f"{name}.{kind.value}")
+    say(f"Figures and subspace.json: {where}")
+
+
+def refreshed(simulation: Simulation) -> Coordinates:
+    """The coordinates after every client has solved for its v on the final U; the run itself is not changed."""
+    import numpy as np
+    import torch
+
+    from fedspan import tree
+    from fedspan.methods import PflMf
+    from fedspan.report.subspace import Coordinates
+
+    method, record, data = simulation.method, simulation.record, simulation.data
+    assert isinstance(method, PflMf)
+    engine = replace(simulation.engine, method=replace(method, refresh=True))
+    names, t = method.factorised(simulation.task), record.progress.round
+    Q = torch.linalg.qr(record.server["U"].double()).Q
+    down = dict(method.download(record.server, torch.tensor([0]), None, t).shared)
+    rows = []
+    for i in range(data.clients):
+        weights = engine.personal(None, t, i, record.row(i), down, record.common)
+        rows.append(Q.T @ tree.ravel(tree.select(weights, names)).double())  # Qᵀ θ_i = R_U v_i
+    groups = None if data.groups is None else data.groups.numpy().astype(np.int64)
+    return Coordinates(torch.stack(rows).numpy(), groups, t, refreshed=True)
+
+
+def _rows(of: Coordinates, found: Structure, over: dict[str, list[float]]) -> list[tuple[str, str]]:
+    groups = "not known" if of.groups is None else str(len(set(of.groups.tolist())))
+    values = ", ".join(f"{v:.3g}" for v in found.singular_values[:8])
+    rows = [
+        ("after round", str(of.round)),
+        ("coefficients", "solved again for every client" if of.refreshed else "as the clients hold them"),
+        ("clients, rank, true groups", f"{len(of.points)}, {of.points.shape[1]}, {groups}"),
+        ("clusters (k-means)", str(found.k)),
+        ("silhouette", "n/a" if found.silhouette is None else f"{found.silhouette:.3f}"),
+        ("adjusted Rand index", "n/a" if found.rand_index is None else f"{found.rand_index:.3f}"),
+        ("variance in the plane", f"{sum(found.shares):.1%}"),
+        ("singular values of [θ_i]", values + (", …" if len(found.singular_values) > 8 else "")),
+        ("effective rank", f"{found.effective_rank:.2f}"),
+    ]
+    for name, what in (("U_norm", "norm of U"), ("U_condition", "condition of U")):
+        if over[name]:
+            first, last = (f"{v:.3g} (round {r:.0f})" for v, r in ((over[name][k], over["round"][k]) for k in (0, -1)))
+            rows.append((what, f"{first} → {last}"))
+    return rows
+
+
+def facts(of: Coordinates, found: Structure, over: dict[str, list[float]], names: list[str]) -> dict[str, Any]:
+    """What `subspace.json` holds."""
+    return {
+        "round": of.round,
+        "refreshed": of.refreshed,
+        "untrained": of.untrained,
+        "k": found.k,
+        "silhouette": found.silhouette,
+        "adjusted_rand_index": found.rand_index,
+        "variance_shares": list(found.shares),
+        "singular_values": found.singular_values.tolist(),
+        "effective_rank": found.effective_rank,
+        "monitor": over,
+        "clients": {
+            "name": names,
+            "group": None if of.groups is None else of.groups.tolist(),
+            "cluster": found.clusters.tolist(),
+            "plane": found.plane.tolist(),
+            "coordinates": of.points.tolist(),
+        },
+    }
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,171 @@
+"""`fedspan reproduce`: a published table run again, row by row, beside the paper's figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedspan.commands.console import child, directory, note, say, show, table
+from fedspan.commands.run import Out, Overrides, Quiet
+from fedspan.errors import ConfigError, Divergence, FedspanError
+
+if TYPE_CHECKING:
+    from fedspan.reproductions import Experiment, Job, Outcome, Result
+
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="An experiment, or a .toml file of your own.", show_default=False),
+]
+QuickRun = Annotated[bool, typer.Option("--quick", help="Scaled down to a minute or two; not comparable.")]
+Seeds = Annotated[int | None, typer.Option("--seeds", help="How many seeds.", min=1, max=1000, show_default=False)]
+Rows = Annotated[str, typer.Option("--rows", help="Only these rows, with commas, e.g. local,pfl-mf-r10.")]
+Root = Annotated[str | None, typer.Option("--root", help="Where data sets lie; default $FEDSPAN_DATA.")]
+
+
+def reproduce(
+    name: Name = None,
+    overrides: Overrides = None,
+    quick: QuickRun = False,
+    seeds: Seeds = None,
+    rows: Rows = "",
+    out: Out = None,
+    root: Root = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a paper's table again and show it beside the printed figures; finished runs are not repeated."""
+    from fedspan.reproductions import candidates, describe, finals, load_experiment, reproduce_row
+
+    if name is None:
+        return _list()
+    if "=" in name and not name.endswith(".toml"):
+        raise ConfigError(f"reproduce: name an experiment before settings. Got {name[:60]!r}.")
+    whole = load_experiment(name)
+    experiment = whole.quicken() if quick else whole
+    wanted = [r.strip() for r in rows.split(",") if r.strip()]
+    if not wanted and quick:
+        wanted = list(whole.quick.rows or ())
+    if wanted:
+        experiment = experiment.select(wanted)
+    settings = ([] if root is None else [f"data.root={json.dumps(root)}"]) + (overrides or [])
+    count = experiment.seeds if seeds is None else seeds
+    # All of it is checked before the first run starts; a test is checked at the first step size.
+    total = 0
+    for row in experiment.rows:
+        config = finals(experiment, row, row.lr[0], row.rules[0], 1, settings)[0].config
+        total += len(candidates(experiment, row, settings)) + count
+    where = directory(out, whole.name, *(["quick"] if quick else []))
+    said = describe(experiment, config, count)
+    for line in said:
+        say(line)
+    say(f"{len(experiment.rows)} rows, {total} runs; directory {where}.")
+    shown = _Shown(where, total, quiet, bars=not quick and not quiet)
+    outcomes: list[Outcome] = []
+    for row in experiment.rows:
+        outcomes.append(reproduce_row(experiment, row, count, settings, shown.run))
+        _write(where, experiment, said, outcomes, everything=not rows)  # after every row: a long table can be watched
+    _conclude(where, experiment, outcomes, everything=not rows)
+
+
+def _list() -> None:
+    from fedspan.reproductions import available, load_experiment
+
+    found = [(name, load_experiment(name)) for name in available()]
+    lines = [(name, e.paper.title, len(e.rows), e.seeds) for name, e in found]
+    show(table(["experiment", "what it is", "rows", "seeds"], lines, right=(2, 3)))
+    say("fedspan reproduce NAME --quick tries one in a minute or two; without --quick it takes hours.")
+
+
+class _Shown:
+    """Carries runs out one after another, a line for each; what is finished or has diverged before is only told."""
+
+    def __init__(self, where: Path, total: int, quiet: bool, bars: bool) -> None:
+        self.where, self.total, self.quiet, self.bars, self.done = where, total, quiet, bars, 0
+
+    def run(self, job: Job) -> Result | None:
+        """The result of a job; None if it diverged."""
+        from fedspan.commands.running import execute, finished
+
+        self.done += 1
+        place = child(self.where / job.folder.parent, job.folder.name)
+        marker = place / "diverged.json"
+        label = f"{job.row.label}, {job.setting}, {job.purpose}, seed {job.config.seed}"
+        before = "already "
+        result: Result | None = None
+        if not marker.is_file():
+            result = finished(place, job.config)
+            if result is None:
+                before = ""
+                try:
+                    execute(job.config, place, quiet=not self.bars, label=label)
+                    result = json.loads((place / "result.json").read_text())
+                except Divergence as e:
+                    place.mkdir(parents=True, exist_ok=True)
+                    _put(marker, json.dumps({"why": str(e)}) + "\n")
+        if not self.quiet:
+            facts = f"{before}diverged" if result is None else f"{before}done: {_facts(result)}"
+            say(f"[{self.done}/{self.total}] {label}: {facts}")
+        return result
+
+
+def _facts(result: Result) -> str:
+    mean = result["accuracy"].get("mean")
+    shown = "no accuracy" if mean is None else f"{100 * mean:.2f} %"
+    return f"{shown}, {sum(result['seconds'].values()):.1f} s"
+
+
+def _put(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _write(
+    where: Path, experiment: Experiment, said: Sequence[str], outcomes: Sequence[Outcome], everything: bool
+) -> None:
+    from fedspan.reproductions import cells, to_csv, to_json, to_markdown
+
+    where.mkdir(parents=True, exist_ok=True)
+    _put(where / "table.md", to_markdown(experiment, said, cells(experiment, outcomes, everything)))
+    _put(where / "table.csv", to_csv(experiment, outcomes))
+    _put(where / "result.json", json.dumps(to_json(experiment, said, outcomes), indent=1, allow_nan=False) + "\n")
+
+
+def _conclude(where: Path, experiment: Experiment, outcomes: Sequence[Outcome], everything: bool) -> None:
+    from fedspan.reproductions import TITLES, cells
+
+    show(table(TITLES, cells(experiment, outcomes, everything), right=(1, 2, 4, 5)))
+    if experiment.quickened:
+        note("quick: not comparable with the paper.")
+    say(f"Table: {where / 'table.md'}, {where / 'table.csv'}; everything: {where / 'result.json'}")
+    page = _page(where, experiment, outcomes)
+    if page is not None:
+        say(f"Report: {page}")
+
+
+def _page(where: Path, experiment: Experiment, outcomes: Sequence[Outcome]) -> Path | None:
+    """The report page of the test runs, under the labels of the table."""
+    from fedspan.report import load_runs, write_page
+    from fedspan.report.runs import Run
+
+    methods = [o.row.method for o in outcomes]
+    runs: list[Run] = []
+    for o in outcomes:
+        # The page knows local and fedavg by their names; rows that share a method need their labels.
+        name = o.row.method if methods.count(o.row.method) == 1 else o.row.label
+        done = [where / job.folder for job, result in o.tests if result is not None]
+        runs += [Run(r.path, {**r.result, "method": name}, r.lines) for r in (load_runs(done) if done else [])]
+    if not runs:
+        return None
+    title = experiment.paper.title or experiment.name
+    page = where / "report.html"
+    try:
+        write_page(runs, page, f"{title} (quick, not comparable)" if experiment.quickened else title)
+    except FedspanError as e:  # the numbers are safe on disk: a page that cannot be drawn is worth a note only
+        note(f"No report page: {e}")
+        return None
+    return page

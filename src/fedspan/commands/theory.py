@@ -1,0 +1,76 @@
+"""`fedspan theory`: what the pFL-MF paper claims, run and drawn."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedspan.commands.console import directory, note, say, show, table
+from fedspan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedspan.theory.outcome import Outcome
+
+
+class Check(StrEnum):
+    """What can be checked."""
+
+    theorem_1 = "theorem-1"
+    example_1 = "example-1"
+    example_2 = "example-2"
+    movielens = "movielens"
+    figure_1 = "figure-1"
+
+
+class Suffix(StrEnum):
+    """How figures can be written."""
+
+    png = "png"
+    pdf = "pdf"
+    svg = "svg"
+
+
+Name = Annotated[Check, typer.Argument(metavar="NAME", help=f"One of {', '.join(Check)}.", show_default=False)]
+Out = Annotated[Path | None, typer.Option("--out", help="Directory to write to; default runs/theory.")]
+Figure = Annotated[Suffix, typer.Option("--figure", help="Kind of figure.")]
+Root = Annotated[str | None, typer.Option("--root", help="movielens: where data lie; default $FEDSPAN_DATA.")]
+
+
+def theory(name: Name, out: Out = None, figure: Figure = Suffix.png, root: Root = None) -> None:
+    """Check Theorem 1, an example or Figure 1 of the pFL-MF paper; writes a figure and its numbers as JSON."""
+    from fedspan.report.canvas import save
+
+    if root is not None and name is not Check.movielens:
+        raise ConfigError(f"theory: --root goes with movielens. Got it with {name}, which makes its own data.")
+    where = directory(out, "theory")
+    outcome = perform(name, root)
+    show(table(outcome.titles, outcome.rows, right=range(1, len(outcome.titles))))
+    say(outcome.says)
+    say(f"Numbers: {outcome.write(where / f'{name}.json')}")
+    say(f"Figure: {save(outcome.draw, where / f'{name}.{figure}')}")
+
+
+def perform(name: Check, root: str | None = None) -> Outcome:
+    """Run one check; only its own module is imported."""
+    if name is Check.theorem_1:
+        from fedspan.theory import theorem_1
+
+        return theorem_1.run(say=note)
+    if name is Check.example_1:
+        from fedspan.theory import example_1
+
+        return example_1.run()
+    if name is Check.example_2:
+        from fedspan.theory import example_2
+
+        return example_2.run()
+    if name is Check.movielens:
+        from fedspan.theory import movielens
+
+        return movielens.run(root, say=note)
+    from fedspan.theory import figure_1
+
+    return figure_1.run()

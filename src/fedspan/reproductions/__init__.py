@@ -1,0 +1,24 @@
+"""Published tables run again: experiment files that carry the paper's figures, their grids, and the comparison."""
+
+from fedspan.reproductions.files import Experiment, Row, available, load_experiment
+from fedspan.reproductions.grid import Job, Outcome, Result, candidates, finals, reproduce_row
+from fedspan.reproductions.tables import TITLES, cells, describe, to_csv, to_json, to_markdown
+
+__all__ = [
+    "TITLES",
+    "Experiment",
+    "Job",
+    "Outcome",
+    "Result",
+    "Row",
+    "available",
+    "candidates",
+    "cells",
+    "describe",
+    "finals",
+    "load_experiment",
+    "reproduce_row",
+    "to_csv",
+    "to_json",
+    "to_markdown",
+]

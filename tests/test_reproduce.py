@@ -1,0 +1,294 @@
+"""Experiment files with the papers' figures, and the command that runs them: checked, chosen, tested, resumed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedspan import report
+from fedspan.cli import app
+from fedspan.commands import running
+from fedspan.errors import ConfigError
+from fedspan.methods import METHODS
+from fedspan.reproductions import available, candidates, finals, load_experiment
+from fedspan.reproductions.files import slug
+from fedspan.reproductions.grid import config_of
+from fedspan.reproductions.parsing import parse
+
+TINY = """
+rounds = 2
+[data]
+source = "digits"
+limit = 300
+[partition]
+kind = "permuted-groups"
+clients = 6
+groups = 2
+[model]
+hidden = [8]
+[train]
+workers = 1
+[paper]
+title = "A tiny table"
+reference = "Nobody, nowhere 2025"
+table = "Table 7"
+columns = ["digits"]
+[paper.values]
+Local = [50.5, 0.25]
+Elsewhere = [99.0]
+[grid]
+lr = [0.1, 0.5]
+[runs]
+seeds = 2
+validation = 0.1
+[quick]
+lr = [0.5]
+rows = ["local"]
+[quick.set]
+rounds = 1
+"partition.clients" = 4
+[[rows]]
+label = "Local"
+method = "local"
+[[rows]]
+label = "pFL-MF r={rank} (paper form)"
+method = "pfl-mf-paper"
+paper = "Local"
+vary = { rank = [2] }
+rules = [{ p = 0.1, v_scale = "1/n" }, { v_scale = "1" }]
+"""
+BROKEN = """
+[[rows]]
+label = "FedAvg, far too fast"
+method = "fedavg"
+lr = [1e18]
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDSPAN_DEBUG", raising=False)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def call(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["reproduce", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+# ------------------------------------------------------------------------------------------------ the files
+
+
+def test_all_setups_are_there() -> None:
+    names = {name.removeprefix("pfl-mf/") for name in available() if name.startswith("pfl-mf/")}
+    table1 = {f"table1-{d}-dir{a}" for d in ("mnist", "cifar10", "cifar100") for a in ("05", "1")}
+    table2 = {"table2-cifar100-groups", "table2-permuted-mnist", "table2-femnist-e1", "table2-femnist-e5"}
+    assert names == table1 | table2 | {"figure-rank", "figure-local-steps"}
+
+
+@pytest.mark.parametrize("name", sorted(available()))
+def test_every_row_is_a_valid_experiment(name: str) -> None:
+    whole, checked = load_experiment(name), set()
+    assert whole.name == name.split("/")[-1] and whole.paper.title and whole.paper.reference
+    for experiment in (whole, whole.quicken().select(whole.quick.rows or [])):
+        for row in experiment.rows:
+            for rule in row.rules[: 1 if row.method in checked else None]:
+                checked.add(row.method)
+                config = config_of(experiment, row, row.lr[-1], rule, ["data.root=/nowhere"])
+                assert config.method["name"] == row.method in METHODS
+                assert {**row.fields, **rule, "lr": row.lr[-1]}.items() <= config.method.items()
+                assert config.train.participation == 0.1 and config.train.sampling == "bernoulli"
+                assert config.partition.validation == 0 and config.partition.test == 0.25
+        assert experiment.rows
+    assert set(whole.missing) <= {"APFL", "CFL", "FLUTE", "FedAlt", "FedAS", "pFedFDA"}
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "figure"),
+    [
+        ("table1-mnist-dir05", "Local", [92.12, 0.59]),
+        ("table1-mnist-dir1", "FedAlt", [97.91, 0.05]),
+        ("table1-cifar10-dir05", "pFL-MF r=1", [43.89, 3.49]),
+        ("table1-cifar10-dir1", "FedRep", [55.4, 2.06]),
+        ("table1-cifar100-dir05", "FedAS", [8.48, 1.79]),
+        ("table1-cifar100-dir1", "pFL-MF r=10", [36.84, 1.50]),
+        ("table2-permuted-mnist", "pFL-MF r=15", [39.31, 0.042]),
+        ("table2-cifar100-groups", "FedAvg", [36.40, 1.31]),
+        ("table2-femnist-e1", "pFL-MF r=15", [73.59, 0.092]),
+        ("table2-femnist-e5", "FedAvg", [77.19, 0.013]),
+    ],
+)
+def test_figures_are_the_papers(name: str, label: str, figure: list[float]) -> None:
+    assert load_experiment(name).paper.values[label] == figure
+
+
+def test_setups_are_the_papers() -> None:
+    def of(name: str) -> Any:
+        e = load_experiment(name)
+        return config_of(e, e.rows[0], 0.1, {}, [])
+
+    assert of("table1-cifar10-dir1").partition.options == {"alpha": 1.0, "min_samples": 10}
+    groups = of("table2-cifar100-groups").partition
+    assert (groups.kind, groups.clients, groups.options) == ("label-groups", 500, {"groups": 20})
+    femnist = of("table2-femnist-e5")
+    assert femnist.train.epochs == 5 and femnist.partition.options == {"fraction": 0.3, "min_samples": 10}
+    rank = load_experiment("figure-rank")
+    assert [r.fields["rank"] for r in rank.rows[:20]] == list(range(1, 21)) and len(rank.rows) == 80
+    assert config_of(rank, rank.rows[-1], 0.1, {}, []).data.source == "cifar10"
+    steps = {(r.fields["rank"], r.fields["u_steps"]) for r in load_experiment("figure-local-steps").rows}
+    assert steps == {(r, k) for r in (1, 10, 20) for k in (1, 10, 20)}
+
+
+def test_grid_of_the_paper_form() -> None:
+    e = load_experiment("pfl-mf/table2-permuted-mnist").select(["pfl-mf-r10-paper-form", "local"])
+    grids = {row.label: candidates(e, row) for row in e.rows}
+    assert [j.lr for j in grids["Local"]] == [0.03, 0.1, 0.3, 0.5, 1.0]
+    paper = grids["pFL-MF r=10 (paper form)"]
+    assert [j.lr for j in paper[:7]] == [0.001, 0.01, 0.03, 0.1, 0.3, 0.5, 1.0] and len(paper) == 14
+    assert [(j.config.method.get("p"), j.config.method["v_scale"]) for j in (paper[0], paper[7])] == [
+        (0.1, "1/n"),
+        (None, "1"),
+    ]
+    for job in paper:
+        assert job.config.partition.validation == 0.05 and job.config.train.evaluate_part == "validation"
+        assert job.config.seed == 0 and len(job.folder.name) <= 100
+    assert len({j.folder for j in paper}) == 14
+    assert finals(e, e.rows[0], 0.1, {}, 2)[1].config.train.evaluate_part == "test"
+
+
+def test_validation_takes_nothing_from_the_test_part() -> None:
+    from fedspan.config import assemble_data
+
+    e = parse(TINY, "tiny")
+    tuning = assemble_data(candidates(e, e.rows[0])[0].config)
+    test = assemble_data(finals(e, e.rows[0], 0.1, {}, 1)[0].config)
+    for i in range(tuning.clients):
+        assert set(tuning.test[i]) == set(test.test[i])
+        assert set(tuning.validation[i]) <= set(test.train[i]) and len(tuning.validation[i])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('paper = "Local"', 'paper = "Lokal"'), "must name a figure"),
+        (('method = "local"\n', 'method = "local"\nlabl = 1\n'), "unknown key 'labl'.*label"),
+        (('label = "pFL-MF r={rank} (paper form)"', 'label = "Local"'), "different labels"),
+        (("Elsewhere = [99.0]", "Elsewhere = [1.0, 2.0, 3.0]"), r"\[mean, ±\]"),
+        (("lr = [0.1, 0.5]", "lr = []"), "at least one step size"),
+        (("seeds = 2", "seeds = 0"), "at least 1"),
+        (("validation = 0.1", "validation = 0.9"), "fraction in"),
+        (("rank = [2]", "rank = 2"), "vary must be"),
+    ],
+)
+def test_bad_files(change: tuple[str, str], message: str) -> None:
+    assert change[0] in TINY
+    with pytest.raises(ConfigError, match=message):
+        parse(TINY.replace(*change), "tiny")
+
+
+def test_slugs() -> None:
+    assert slug("pFL-MF r=10 (paper form)") == "pfl-mf-r10-paper-form"
+    e = load_experiment("table2-permuted-mnist")
+    assert [r.fields["rank"] for r in e.select(["pFL-MF r=1"]).rows] == [1, 1, 1]
+    assert len(e.select(["*-default"]).rows) == 4
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_end_to_end_and_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "tiny.toml").write_text(TINY + BROKEN)
+    said = call("tiny.toml", "--out", "out").stdout
+    assert "3 rows, 13 runs" in said and "[1/13] Local, lr 0.1, validation, seed 0: done" in said
+    assert "quick" not in said and (here / "out/report.html").is_file()
+    result = json.loads((here / "out/result.json").read_text())
+    local, paper, broken = result["rows"]
+    assert [v["lr"] for v in local["validation"]] == [0.1, 0.5] and len(paper["validation"]) == 4
+    best = max(local["validation"], key=lambda v: v["accuracy"])
+    assert local["lr"] == best["lr"] and [t["seed"] for t in local["tests"]] == [0, 1]
+    tests = [t["accuracy"]["mean"] for t in local["tests"]]
+    assert local["mean"] == pytest.approx(sum(tests) / 2) and local["std_over_seeds"] is not None
+    assert local["difference"] == pytest.approx(100 * local["mean"] - 50.5)
+    assert broken["diverged"] and broken["mean"] is None and not broken["tests"]
+    assert result["not_here_yet"] == {"Elsewhere": [99.0]}
+    for entry in [*local["validation"], *local["tests"]]:
+        assert (
+            tomllib.loads((here / "out" / entry["directory"] / "config.toml").read_text())["method"]["name"] == "local"
+        )
+
+    table = (here / "out/table.md").read_text()
+    assert f"| Local | 50.50 ± 0.25 | {100 * local['mean']:.2f} ± " in table and "Table 7, digits" in table
+    assert "| FedAvg, far too fast |  | diverged |" in table and "| Elsewhere | 99.00 | not here yet |" in table
+    rows = list(csv.DictReader((here / "out/table.csv").read_text().splitlines()))
+    assert [r["row"] for r in rows] == ["Local", "pFL-MF r=2 (paper form)", "FedAvg, far too fast"]
+    assert float(rows[0]["ours"]) == pytest.approx(100 * local["mean"]) and rows[2]["ours"] == ""
+    assert rows[1]["fields"] == "rank=2" and rows[1]["rule"]
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a finished run was repeated")
+
+    monkeypatch.setattr(running, "execute", never)
+    monkeypatch.setattr(report, "write_page", lambda *_: None)  # slow, and drawn once already
+    again = call("tiny.toml", "--out", "out").stdout
+    assert again.count("] ") == again.count("already ") == 11
+    assert json.loads((here / "out/result.json").read_text()) == result
+
+
+def test_quick_rows_overrides_and_more_seeds(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "write_page", lambda *_: None)
+    said = call("tiny.toml", "--quick")
+    assert "quick: 4 clients, 1 rounds, 300 examples; not comparable with the paper" in said.stdout
+    result = json.loads((here / "runs/tiny-quick/result.json").read_text())
+    assert [r["label"] for r in result["rows"]] == ["Local"] and result["rows"][0]["difference"] is None
+    call("tiny.toml", "method.lr=0.3", "rounds=1", "--seeds", "1", "--rows", "local", "--out", "o")
+    result = json.loads((here / "o/result.json").read_text())
+    (row,) = result["rows"]
+    assert row["lr"] == 0.3 and len(row["validation"]) == 1 and len(row["tests"]) == 1
+    assert "not here yet" not in (here / "o/table.md").read_text()
+
+
+def test_a_seed_that_diverges_is_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedspan.errors import Divergence
+
+    monkeypatch.setattr(report, "write_page", lambda *_: None)
+    real = running.execute
+
+    def sometimes(config: Any, *more: Any, **options: Any) -> None:
+        if config.seed == 1:
+            raise Divergence("Simulator: made up.")
+        real(config, *more, **options)
+
+    monkeypatch.setattr(running, "execute", sometimes)
+    call("tiny.toml", "--out", "o", "--rows", "local", "rounds=1")
+    (row,) = json.loads((here / "o/result.json").read_text())["rows"]
+    assert row["diverged"] and row["mean"] is None and row["tests"][0]["accuracy"] is not None
+    assert "diverged (1 of 2 seeds)" in (here / "o/table.md").read_text()
+
+
+def test_listing_and_wrong_names() -> None:
+    assert "pfl-mf/table2-permuted-mnist" in call().stdout
+    for arguments, message in (
+        (["table2-permuted-mnits"], "Did you mean 'table2-permuted-mnist'?"),
+        (["rounds=3"], "name an experiment before settings"),
+        (["nothing.toml"], "cannot be read"),
+        (["tiny.toml", "--rows", "locl"], "Did you mean 'local'?"),
+        (["tiny.toml", "partition.kind=idd"], "Did you mean 'iid'?"),
+    ):
+        lines = call(*arguments, code=2).stderr.strip().splitlines()
+        assert len(lines) == 1 and message in lines[0], lines

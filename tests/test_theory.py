@@ -1,0 +1,167 @@
+"""The claims of the pFL-MF paper: Theorem 1, Examples 1 to 3, Figure 1, each on a shortened run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd.functional import hessian
+from torch.func import grad
+from typer.testing import CliRunner
+
+from conftest import assert_close
+from fedspan.cli import app
+from fedspan.methods.pfl_mf import PflMfPaper
+from fedspan.randomness import generator
+from fedspan.theory import example_1, example_2, figure_1, movielens
+from fedspan.theory.collaborative import Client, Sums, server_step
+from fedspan.theory.curvature import curvature, lipschitz
+from fedspan.theory.noise import noisy
+from fedspan.theory.problem import Problem, random_logistic, random_quadratic
+from fedspan.theory.ratings import FILE, Ratings, load
+from fedspan.theory.rounds import start_of, trajectory
+from fedspan.theory.theorem_1 import check
+
+
+@pytest.mark.parametrize("problem", [random_quadratic(), random_logistic()], ids=["quadratic", "logistic"])
+def test_gradients_written_out_are_those_of_psi(problem: Problem) -> None:
+    U, V = start_of(PflMfPaper(rank=2), problem)
+    g_U, g_V = problem.gradients(U[None], V[None])
+    assert_close({"U": g_U[0], "V": g_V[0]}, dict(zip("UV", grad(problem.psi, (0, 1))(U, V))))
+
+
+def test_power_iteration_finds_the_norm_of_the_hessian() -> None:
+    problem = random_quadratic(d=3, n=4)
+    U, V = start_of(PflMfPaper(rank=2), problem)
+
+    def psi(w: torch.Tensor) -> torch.Tensor:
+        return problem.psi(w[:6].reshape(3, 2), w[6:].reshape(4, 2))
+
+    H = hessian(psi, torch.cat([U.flatten(), V.flatten()]))
+    exact = float(torch.linalg.eigvalsh(H).abs().max())
+    assert curvature(problem, U[None], V[None], steps=300) == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def L() -> float:
+    """The constant of the quadratic problem."""
+    return lipschitz(random_quadratic(), 2, 300)
+
+
+# The average falls as 1/T only once the gradients are spent, at about 1000 rounds; before that only the bound holds.
+@pytest.mark.parametrize(("K", "rounds"), [(1, 1000), (5, 150)])
+def test_theorem_1_bound_and_rate_for_full_gradients(L: float, K: int, rounds: int) -> None:
+    found = check(random_quadratic(), "quadratic", L=L, K=K, rounds=rounds)
+    assert found.gap < 1e-12  # the method's v is eq. (8) written out
+    assert found.seen <= found.L
+    assert found.slack >= 1.0
+    assert rounds < 1000 or found.slope <= -0.9
+
+
+def test_theorem_1_with_partial_participation_only_falls(L: float) -> None:
+    average = check(random_quadratic(), "quadratic", L=L, p=0.5, rounds=150).average
+    assert average[-1] < average[99] < average[9]
+
+
+def test_noise_alone_falls_as_one_over_the_root(L: float) -> None:
+    found = noisy(random_quadratic(), L, 2, 2048, 5, solved=True)
+    assert found.slack >= 1.0
+    assert -0.6 <= found.slope <= -0.4
+
+
+def test_example_1_rank_one_tells_the_signs_apart() -> None:
+    n = example_1.run(clients=8, dimension=10, train=30, test=100, rounds=10).numbers
+    a = n["accuracy"]
+    assert a["fedavg"] < 0.6
+    assert a["pfl-mf, r = 1"] > a["oracle"] - 0.05 > a["local"]
+    assert n["right_sign"] == 8
+
+
+def test_example_2_rank_k_finds_the_clusters() -> None:
+    n = example_2.run(k=2, clients=6, dimension=8, train=40, test=100, rounds=5).numbers
+    assert n["adjusted_rand_index"]["2"] == 1.0
+    a = n["accuracy"]
+    assert a["pfl-mf, r = 2"] > max(a["pfl-mf, r = 1"], a["fedavg"], a["local"])
+
+
+@pytest.mark.parametrize(("d", "n", "r"), [(2, 8, 1), (5, 6, 2)])
+def test_figure_1_good_starts_reach_the_truncated_svd(d: int, n: int, r: int) -> None:
+    rng = generator(1, "test", d)
+    A = torch.from_numpy(rng.normal(size=(d, n)))
+    left, _, _ = torch.linalg.svd(A)
+    U = left[:, :r] + 0.1 * torch.from_numpy(rng.normal(size=(d, r)))
+    path = figure_1.descend(A, U, A.T @ U, 150, lr=0.5)
+    assert abs(path.loss[-1] - figure_1.eckart_young(A, r)) < 1e-6
+    assert int(torch.linalg.matrix_rank(path.theta, rtol=1e-9)) == r
+
+
+def test_figure_1_zero_is_stationary_and_pairs_keep_their_distance() -> None:
+    A = figure_1.points()
+    zero = figure_1.descend(A, torch.zeros(2, 1, dtype=A.dtype), torch.zeros(8, 1, dtype=A.dtype), 3)
+    assert zero.loss[0] == zero.loss[-1]
+    theta = figure_1.within(A, 1.5, sweeps=150)
+    far = torch.cdist(theta.T, theta.T)
+    assert 1.49 < float(far.max()) <= 1.5 + 1e-3
+    assert_close({"m": theta.mean(1)}, {"m": A.mean(1)})  # moving pairs apart evenly keeps the mean
+
+
+def test_server_step_uses_sums_and_vanishes_at_a_solution() -> None:
+    rng = generator(0, "test", "step")
+    U = torch.from_numpy(rng.normal(size=(6, 2)))
+    items, sums = torch.arange(4), Sums(6, 2)
+    for v in torch.from_numpy(rng.normal(size=(5, 2))):
+        client = Client(items, U[items] @ v)
+        assert_close({"v": client.solve(U, 0.0)}, {"v": v}, 1e-10)
+        sums.add(client.upload(U, v))
+    new = server_step(U, sums, 1e-12, 1.0)
+    assert_close({"U": new[:4]}, {"U": U[:4]}, 1e-10)
+    assert_close({"U": new[4:]}, {"U": 0 * U[4:]})  # what nobody rated goes where the ridge wants it
+
+
+def planted(seed: int = 0) -> Ratings:
+    rng = generator(seed, "planted")
+    users, items = 60, 50
+    clean = 3.5 + rng.normal(size=(users, 2)) @ rng.normal(size=(2, items))
+    user, item = np.nonzero(rng.random((users, items)) < 0.5)
+    return Ratings(user, item, clean[user, item] + 0.1 * rng.normal(size=len(user)), users, items)
+
+
+def test_movielens_on_planted_ratings_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planted()
+    np.savez(tmp_path / FILE, user=made.user + 1, item=made.item + 1, rating=made.rating)
+    monkeypatch.setattr(movielens, "RIDGE", {"mean": 1.0, "bias": 1.0})
+    rmse = movielens.compare(load(str(tmp_path)), (1, 2), rounds=20).numbers["rmse"]
+    assert rmse["pfl_mf_on_bias"]["2"] < 0.5 * rmse["bias"]
+    assert rmse["pfl_mf_on_bias"]["2"] < rmse["pfl_mf_on_bias"]["1"]
+
+
+@pytest.mark.parametrize("given", [[], ["--root", "."]], ids=["no folder", "no file"])
+def test_missing_ratings_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDSPAN_DATA", raising=False)
+    result = CliRunner().invoke(app, ["theory", "movielens", *given])
+    assert result.exit_code == 2
+    assert FILE in result.output and "Traceback" not in result.output
+
+
+def test_command_writes_figure_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = figure_1.run(rounds=5, sweeps=20)
+    monkeypatch.setattr(figure_1, "run", lambda: short)
+    result = CliRunner().invoke(app, ["theory", "figure-1", "--out", str(tmp_path), "--figure", "pdf"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "figure-1.pdf").read_bytes().startswith(b"%PDF")
+    assert json.loads((tmp_path / "figure-1.json").read_text())["rounds"] == 5
+    refused = CliRunner().invoke(app, ["theory", "figure-1", "--root", "x"])
+    assert refused.exit_code == 2 and "--root goes with movielens" in refused.output
+
+
+def test_trajectory_keeps_those_who_do_not_take_part() -> None:
+    problem = random_quadratic()
+    _, V = trajectory(PflMfPaper(rank=2, lr=0.1, p=0.3), problem, 5, p=0.3)
+    for t in range(1, 6):
+        still = generator(0, "sample", t).random(12) >= 0.3
+        assert torch.equal(V[t][still], V[t - 1][still])
+        assert not torch.equal(V[t][~still], V[t - 1][~still]) or still.all()
