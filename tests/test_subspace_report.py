@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fedspan import tree
 from fedspan.cli import app
 from fedspan.commands.analyse import refreshed
-from fedspan.commands.onboard import open_run
+from fedspan.commands.running import open_run
 from fedspan.errors import FedspanError
 from fedspan.report.page import _coordinates, write_page
 from fedspan.report.runs import group, load_run

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedspan.commands.console import note, say, show, table, user_path
-from fedspan.commands.onboard import RunPath, open_run
+from fedspan.commands.onboard import RunPath
+from fedspan.commands.running import open_run
 from fedspan.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -22,30 +22,16 @@ def export(run: Run, file: File, client: Client) -> None:
     from safetensors.torch import save_file
 
     from fedspan import tree
-    from fedspan.config import assemble, load_config
-    from fedspan.simulate import Simulation
+    from fedspan.commands.running import open_run
 
     user_path(file, "export: the file")
     if file.suffix != ".safetensors":
         raise ConfigError(f"export: the file must end in .safetensors. Got {file.name!r}.")
     if not file.resolve().parent.is_dir():
         raise ConfigError(f"export: the folder {file.parent} must exist. Make it first.")
-    if not (run / "config.toml").is_file() or not any((run / "checkpoints").glob("manifest-*.json")):
-        raise ConfigError(f"export: {run} must be a run directory with a checkpoint. Run the experiment first.")
-    config = load_config(run / "config.toml")
-    method, task, data = assemble(config)
+    config, simulation = open_run(run, "export")
+    data = simulation.data
     number = _number(client, data.names)
-    simulation = Simulation(
-        method,
-        task,
-        data,
-        rounds=config.rounds,
-        seed=config.seed,
-        settings=config.train,
-        out=run,
-        config=config.recorded(),
-        read_only=True,
-    )
     trained, weights = simulation.personal(number)
     flat = {k: t.detach().contiguous().clone() for k, t in tree.flatten(weights).items()}
     done = simulation.record.progress.round

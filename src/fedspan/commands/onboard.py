@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.commands.console import note, say, show, size, table, user_path
+from fedspan.commands.console import say, show, size, table, user_path
+from fedspan.commands.running import open_run
 from fedspan.errors import ConfigError, DataError, FedspanError
 
 if TYPE_CHECKING:
@@ -70,36 +71,6 @@ def onboard(
     say(f"Sent: 0 bytes up, {size(new.bytes_down)} down (once).{_others(run)}")
     if out is not None:
         say(f"Model: {out}")
-
-
-def open_run(run: Path, who: str) -> tuple[RunConfig, Simulation]:
-    """Rebuild a run from its directory, to look at it; nothing in it is changed.
-
-    Raises:
-        ConfigError: if it is not a run directory with a checkpoint.
-    """
-    from fedspan.config import assemble, load_config
-    from fedspan.simulate import Simulation
-
-    if not (run / "config.toml").is_file() or not any((run / "checkpoints").glob("manifest-*.json")):
-        raise ConfigError(f"{who}: {run} must be a run directory with a checkpoint. Run the experiment first.")
-    config = load_config(run / "config.toml")
-    method, task, data = assemble(config)
-    simulation = Simulation(
-        method,
-        task,
-        data,
-        rounds=config.rounds,
-        seed=config.seed,
-        settings=config.train,
-        out=run,
-        config=config.recorded(),
-        read_only=True,
-    )
-    done = simulation.record.progress.round
-    if done < config.rounds:
-        note(f"{run} has done {done} of {config.rounds} rounds; it is taken as it is now.")
-    return config, simulation
 
 
 def read_client(path: Path, config: RunConfig, simulation: Simulation) -> tuple[Source, str]:

@@ -14,10 +14,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedspan.commands.console import note, out, say, show
-from fedspan.errors import Divergence, FedspanError
+from fedspan.errors import ConfigError, Divergence, FedspanError
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
+    from fedspan.simulate import Simulation
 
 STOPPED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -34,17 +35,13 @@ def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
-def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: bool = False, label: str = "") -> None:
-    """Do what is left of a run; all of it is in the directory afterwards.
-
-    Raises:
-        typer.Exit: with 130 after Ctrl-C; the state has been saved.
-    """
-    from fedspan.config import assemble, to_toml
+def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, read_only: bool = False) -> Simulation:
+    """The run that a configuration describes, as far as its directory has it."""
+    from fedspan.config import assemble
     from fedspan.simulate import Simulation
 
     method, task, data = assemble(config)
-    simulation = Simulation(
+    return Simulation(
         method,
         task,
         data,
@@ -54,7 +51,37 @@ def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: b
         out=directory,
         fresh=fresh,
         config=config.recorded(),
+        read_only=read_only,
     )
+
+
+def open_run(run: Path, who: str) -> tuple[RunConfig, Simulation]:
+    """Rebuild a run from its directory, to look at it; nothing in it is changed.
+
+    Raises:
+        ConfigError: if it is not a run directory with a checkpoint.
+    """
+    from fedspan.config import load_config
+
+    if not (run / "config.toml").is_file() or not any((run / "checkpoints").glob("manifest-*.json")):
+        raise ConfigError(f"{who}: {run} must be a run directory with a checkpoint. Run the experiment first.")
+    config = load_config(run / "config.toml")
+    simulation = simulation_of(config, run, read_only=True)
+    done = simulation.record.progress.round
+    if done < config.rounds:
+        note(f"{run} has done {done} of {config.rounds} rounds; it is taken as it is now.")
+    return config, simulation
+
+
+def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: bool = False, label: str = "") -> None:
+    """Do what is left of a run; all of it is in the directory afterwards.
+
+    Raises:
+        typer.Exit: with 130 after Ctrl-C; the state has been saved.
+    """
+    from fedspan.config import to_toml
+
+    simulation = simulation_of(config, directory, fresh=fresh)
     # Only now: a directory of another experiment has been refused, and keeps its own configuration.
     _write(directory / "config.toml", to_toml(config))
     told = len(simulation.messages)
