@@ -9,7 +9,9 @@
 * Oracle with one group = FedAvg; with every client its own group = Local.
 * pFL-MF: r=1, v=1 frozen = FedSGD, uniform weights; r=n, V=I frozen = Local with step lr/|S|; U=I frozen = Local;
   (U, v) and (UQ, Q'v) give the same models; the models have rank <= r; rank-one wire = full wire; G and the v-step are
-  the gradients of psi = (1/n) sum f_i(U v_i), 1/n included.
+  the gradients of psi = (1/n) sum f_i(U v_i), 1/n included. Scaled server step, no ridge, v frozen: r=1, v=1 is FedAvg,
+  one-hot v is FedAvg inside clusters, V=I is Local, any change of gauge changes nothing; with ridge and with v solved
+  only the last.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.method import Federation, Method, Who
-from fedspan.methods import Ditto, FedAvg, FedBabu, FedPer, FedProx, FedRep, LgFedAvg, Local, Oracle, PflMfPaper
+from fedspan.methods import Ditto, FedAvg, FedBabu, FedPer, FedProx, FedRep, LgFedAvg, Local, Oracle, PflMf, PflMfPaper
 from fedspan.settings import Settings, sample
 from fedspan.simulate import Simulation
 from fedspan.task import Task
@@ -270,19 +272,32 @@ def test_ditto_with_a_large_lambda_stays_near_the_model_it_was_sent() -> None:
 
 
 def starting(
-    base: type[PflMfPaper], U: Callable[[Task], Tensor], v: Callable[[Task, int], Tensor], **fields: Any
-) -> PflMfPaper:
+    base: type[PflMf], U: Callable[[Task], Tensor], v: Callable[[Task, int], Tensor], **fields: Any
+) -> PflMf:
     """pFL-MF with a start of our own."""
 
     class Started(base):  # type: ignore[misc, valid-type]
         def init_server(self, task: Task, federation: Federation) -> Tree:
-            return {"U": U(task), "theta": {}, "C": torch.eye(self.width, dtype=torch.float64)}
+            start = super().init_server(task, federation)
+            return {**start, "U": U(task), "C": torch.eye(self.width, dtype=torch.float64)}
 
         def init_client(self, task: Task, who: Who) -> Tree:
             return {"v": v(task, who.id), "stats": {}}
 
-    method: PflMfPaper = Started(**({"v_scale": "1", "v_steps": 5} | fields))
+    method: PflMf = Started(**({"v_scale": "1", "v_steps": 5} | fields))
     return method
+
+
+def scaled(U: Callable[[Task], Tensor], V: Tensor, **fields: Any) -> PflMf:
+    """The scaled server step without its ridge, all parameters factorised and v frozen, unless told otherwise."""
+    frozen = {"factorise": "all", "v_steps": 0, "v_prior": 0.0, "ridge": 0.0, "rank": V.shape[1]}
+    return starting(PflMf, U, lambda _, i: V[i], **(frozen | fields))
+
+
+def columns(task: Task, count: int, names: list[str] | None = None) -> Tensor:
+    """Independent initialisations, one per column."""
+    fresh = [task.fresh("U", j) for j in range(count)]
+    return torch.stack([tree.ravel(tree.select(c, names) if names else c) for c in fresh], 1)
 
 
 @MAPPING
@@ -406,3 +421,73 @@ def test_pfl_mf_v_scale_divides_the_step_by_all_clients_not_by_those_sampled() -
     a = run(PflMfPaper(rank=2, lr=0.0, lr_v=0.3, v_scale="1"))
     b = run(PflMfPaper(rank=2, lr=0.0, lr_v=0.3 * 7, v_scale="1/n"))
     assert_close(models(a), models(b))
+
+
+@MAPPING
+@pytest.mark.parametrize("wire", ["rank-one", "full"])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_the_scaled_step_of_rank_one_is_fedavg(mapping: str, wire: Any, weighting: Any) -> None:
+    one = torch.ones(7, 1, dtype=torch.float64)
+    steps = {"lr": 0.1, "momentum": 0.9, "weighting": weighting}
+    method = scaled(lambda task: tree.ravel(task.init())[:, None], one, wire=wire, **steps)
+    same_models(method, FedAvg(**steps), mapping=mapping)
+
+
+@MAPPING
+def test_the_scaled_step_with_one_hot_v_is_fedavg_inside_clusters(mapping: str) -> None:
+    chosen = sample(7, Settings(participation=0.6), 5, 1)
+    absent = next(i for i in range(7) if i not in chosen)  # this cluster has nobody in the first round
+    groups = [2 if i == absent else i % 2 for i in range(7)]
+    data = replace(make_data(), groups=torch.tensor(groups))
+    V = torch.eye(3, dtype=torch.float64)[groups]
+    method = scaled(lambda task: tree.ravel(task.init())[:, None].expand(-1, 3).clone(), V, lr=0.1)
+    for rounds in (1, 3):
+        same_models(method, Oracle(lr=0.1), data, mapping=mapping, rounds=rounds)
+    once = run(method, data, rounds=1, mapping=mapping)
+    assert_same(once.record.server["U"][:, 2], tree.ravel(make_task().init()))
+
+
+@MAPPING
+@pytest.mark.parametrize("participation", [0.6, 1.0])
+def test_the_scaled_step_with_one_column_per_client_is_local(mapping: str, participation: float) -> None:
+    eye = torch.eye(7, dtype=torch.float64)
+    method = scaled(lambda task: tree.ravel(task.init())[:, None].expand(-1, 7).clone(), eye, lr=0.1)
+    same_models(method, Local(lr=0.1), mapping=mapping, participation=participation)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"ridge": 0.01},
+        {"ridge": 0.01, "rank": 6},  # more columns than participants
+        {"ridge": 0.01, "factorise": "head", "v_steps": 5, "v_method": "solve", "v_prior": 0.1, "v_ridge": 0.0},
+        {"ridge": 0.01, "v_steps": 5, "v_method": "precondition", "lr_v": 0.3, "v_prior": 0.1},
+    ],
+)
+def test_the_scaled_step_does_not_see_any_change_of_gauge(fields: dict[str, Any]) -> None:
+    g = torch.Generator().manual_seed(1)
+    r = fields.get("rank", 3)
+    R = torch.randn(r, r, dtype=torch.float64, generator=g) + 2 * torch.eye(r, dtype=torch.float64)
+    V = torch.randn(7, r, dtype=torch.float64, generator=g)
+    names = make_task().head if fields.get("factorise") == "head" else None
+    a = run(scaled(lambda task: columns(task, r, names), V, lr=0.1, **fields))
+    b = run(scaled(lambda task: columns(task, r, names) @ R, V @ torch.linalg.inv(R).T, lr=0.1, **fields))
+    assert_close(models(a), models(b))
+    assert float((a.record.server["U"] - b.record.server["U"]).abs().max()) > 0.1
+    assert float((a.record.server["U"] - columns(make_task(), r, names)).abs().max()) > 1e-3
+    if fields.get("v_steps"):
+        assert float((a.record.row(0)["v"] - V[0]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("factorise", ["head", "all"])
+@pytest.mark.parametrize("wire", ["rank-one", "full"])
+def test_pfl_mf_bytes_are_those_of_the_formula(factorise: Any, wire: Any) -> None:
+    r, clients, rounds = 3, 4, 2
+    sim = run(PflMf(rank=r, factorise=factorise, wire=wire), rounds=rounds)
+    task = make_task()
+    total = len(tree.ravel(task.init()))
+    d = len(tree.ravel(tree.select(task.init(), task.head))) if factorise == "head" else total
+    up = d + r if wire == "rank-one" else d * r + r * (r + 1) // 2
+    assert sim.record.progress.totals["up"] == rounds * clients * 8 * (total - d + up)
+    assert sim.record.progress.totals["down"] == rounds * clients * 8 * (total - d + d * r)

@@ -6,6 +6,18 @@ import torch
 from torch import Tensor
 
 
+def gauge(U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U = Q Lᵀ with orthonormal Q [d, r], and L, L⁺ᵀ [r, r]: θ = U v is Q w with w = Lᵀ v.
+
+    In the coordinates w distances between models are plain distances, whatever (U R, R⁻¹ v) was sent: what is computed
+    there does not depend on the gauge, and does not suffer when it is a bad one. Directions that U has lost stay lost.
+    """
+    Q, s, Wh = torch.linalg.svd(U, full_matrices=False)
+    alive = s > torch.finfo(s.dtype).eps * s.amax() * max(U.shape)
+    inverted = torch.where(alive, 1 / torch.where(alive, s, torch.ones_like(s)), torch.zeros_like(s))
+    return Q, Wh.T * s, Wh.T * inverted
+
+
 def inverse(A: Tensor, eps: float) -> Tensor:
     """(A + ε·tr(A)/r·I)⁻¹ of a positive semi-definite matrix; finite also where A is zero."""
     r = len(A)
@@ -14,21 +26,18 @@ def inverse(A: Tensor, eps: float) -> Tensor:
     return result
 
 
-def precondition(U: Tensor, eps: float) -> Tensor:
-    """(UᵀU + ε·tr(UᵀU)/r·I)⁻¹, the metric in which a step on v is a step on θ inside span U."""
-    return inverse(U.T @ U, eps)
-
-
 def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float) -> Tensor:
     """U + M (C + λ·(tr(UᵀU C)/r)·(UᵀU)⁻¹)⁻¹: least squares for the dictionary that explains all Δθ_i by the v_i.
 
     The ridge transforms like C, so the step does not depend on the gauge (U R, R⁻¹ v). λ = 0 means M·pinv(C).
     """
-    if ridge:
-        gram = U.T @ U
-        C = C + ridge * torch.trace(gram @ C) / len(gram) * torch.linalg.pinv(gram, hermitian=True)
-    inverted: Tensor = torch.linalg.pinv(C, hermitian=True)
-    return U + M @ inverted
+    if not ridge:
+        return U + M @ torch.linalg.pinv(C, hermitian=True)
+    # With UᵀU = L Lᵀ this is M L (Lᵀ C L + ρ I)⁻¹ Lᵀ: no inverse of UᵀU, which single precision could not give.
+    _, L, _ = gauge(U.double())
+    A = L.T @ C.double() @ L
+    A = A + ridge * A.diagonal().mean() * torch.eye(len(A), dtype=A.dtype)
+    return U + M @ (L @ torch.linalg.pinv(A, hermitian=True) @ L.T).to(U.dtype)
 
 
 def orthonormal_gauge(U: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ class PflMf(Averaging):
     v_scale: Literal["1", "1/n"] = "1"
     lr_v: float | None = None
     p: float | None = None
-    v_ridge: float = 1e-5
+    v_ridge: float = 1e-6
     v_prior: float = 0.1
     g_at: Literal["old", "new"] = "new"
     u_update: Literal["train", "gradient", "joint"] = "train"
@@ -178,7 +178,10 @@ class PflMf(Averaging):
         old = self._v(client, visit.common, U.shape[1])
 
         def f(theta: Tensor, others: Params, batch: Batch) -> Tensor:
-            return task.loss(others | tree.unravel(theta, like), batch)
+            loss = task.loss(others | tree.unravel(theta, like), batch)
+            # A Gaussian prior on θ: with few examples the fit alone would separate them and θ would grow for ever.
+            shrink = self.v_prior / visit.examples
+            return loss + shrink / 2 * theta.square().sum() * batch.live if self.v_prior else loss
 
         if self.u_update == "joint":
             loss = lambda q, b: f(q["U"] @ q["v"], q["rest"], b)
@@ -204,12 +207,8 @@ class PflMf(Averaging):
             s = at.norm() if self.server_step == "literal" else 1.0
             base = at @ U.T
 
-            def local(q: Tree, batch: Batch) -> Tensor:
-                theta = base + s * q["z"]
-                prior = self.v_prior / (2 * visit.examples) * theta.square().sum() if self.v_method == "solve" else 0.0
-                return f(theta, q["rest"], batch) + prior * batch.live
-
-            new = self.fit(local, {"z": torch.zeros_like(base), "rest": rest}, visit["U"])
+            loss = lambda q, b: f(base + s * q["z"], q["rest"], b)
+            new = self.fit(loss, {"z": torch.zeros_like(base), "rest": rest}, visit["U"])
             delta = s * new["z"]
             theta, stats = self._apart(task, new["rest"])
         if self.server_step == "literal":
@@ -220,39 +219,38 @@ class PflMf(Averaging):
         return self._keep(client, v, stats, visit), Sent(self.weigh(visit), sent)
 
     def _solve(self, task: Task, U: Tensor, v: Tensor, rest: Params, stream: Batches) -> Tensor:
-        """Fit v on all examples with U fixed, by preconditioned descent v ← v − η P Uᵀ∇f_i(U v).
+        """Fit v on all examples with U fixed, by descent in the coordinates w of θ = U v = Q w, Q orthonormal.
 
-        P = (UᵀU + εI)⁻¹ makes it gradient descent on θ inside span U. Where only the head is factorised, outputs are
-        linear in v and `solve` uses the inverse of a bound on the curvature in v instead: every step then lowers the
-        loss, at any scale of the features, and the fit does not depend on the gauge.
+        Gradient descent on w is v ← v − η (UᵀU)⁻¹ Uᵀ∇f_i(U v), descent on θ inside span U (`precondition`). Where only
+        the head is factorised, outputs are linear in w, and `solve` divides by a bound on the curvature in w instead:
+        every step then lowers the loss, at any scale of the features. Neither depends on the gauge of U.
         """
-        P, like = subspace.precondition(U, self.v_ridge), tree.select(task.init(), self.factorised(task))
+        Q, L, back = subspace.gauge(U)
+        like = tree.select(task.init(), self.factorised(task))
         rate = 1.0 if self.lr_v is None else self.lr_v
-        batch = stream.whole()
+        start, batch = v @ L, stream.whole()
+        w, shrink = start, self.v_prior / batch.w.sum().clamp_min(1)
         if self.factorise == "head":
             with torch.no_grad():
-                # One pass gives the outputs for every column of U; v needs only those.
+                # One pass gives the outputs for every column of Q; w needs only those.
                 h = task.features(rest | tree.unravel(U @ v, like), batch.x)
-                Z = vmap(lambda column: task.from_features(tree.unravel(column, like), h))(U.T)  # [r, n, C]
-                w = (batch.w / batch.w.sum().clamp_min(1)).reshape(-1, *[1] * (Z.ndim - 2))
-                bound = task.curvature_bound()
-                # A Gaussian prior on θ: with few examples the fit alone would separate them and v would grow for ever.
-                prior = self.v_prior / batch.w.sum().clamp_min(1) * (U.T @ U)
+                Z = vmap(lambda column: task.from_features(tree.unravel(column, like), h))(Q.T)  # [r, n, C]
+                share = (batch.w / batch.w.sum().clamp_min(1)).reshape(-1, *[1] * (Z.ndim - 2))
+                bound, P = task.curvature_bound(), torch.eye(len(w), dtype=w.dtype)
                 if self.v_method == "solve" and bound is not None:
-                    flat, weighted = Z.flatten(1), (Z * w).flatten(1)
-                    P = subspace.inverse(bound * flat @ weighted.T + prior, self.v_ridge)
+                    P = subspace.inverse(bound * Z.flatten(1) @ (Z * share).flatten(1).T + shrink * P, self.v_ridge)
                 # A v that was never fitted, or long ago, can be worse than none: start from the better of the two.
                 if self.v_method == "solve" and rate and self.v_steps:
-                    at_v, at_0 = (batch.mean(task.example_loss(torch.tensordot(q, Z, 1), batch.y)) for q in (v, 0 * v))
-                    v = torch.where(at_0 < at_v, torch.zeros_like(v), v)
+                    at_w, at_0 = (batch.mean(task.example_loss(torch.tensordot(q, Z, 1), batch.y)) for q in (w, 0 * w))
+                    w = torch.where(at_0 < at_w, torch.zeros_like(w), w)
                 for _ in range(self.v_steps):
-                    residual = task.output_gradient(torch.tensordot(v, Z, 1), batch.y) * w
-                    v = v - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + prior @ v)
-            return v
-        for _ in range(self.v_steps):
-            g = mean_gradient(lambda q, b: task.loss(rest | tree.unravel(U @ q["v"], like), b), {"v": v}, stream)["v"]
-            v = v - rate * P @ g
-        return v
+                    residual = task.output_gradient(torch.tensordot(w, Z, 1), batch.y) * share
+                    w = w - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + shrink * w)
+        else:
+            loss = lambda q, b: task.loss(rest | tree.unravel(Q @ q["w"], like), b)
+            for _ in range(self.v_steps):
+                w = w - rate * (mean_gradient(loss, {"w": w}, stream)["w"] + shrink * w)
+        return v + back @ (w - start)
 
     def _lr_v(self, visit: Visit) -> float:
         rate = self.lr if self.lr_v is None else self.lr_v
@@ -366,6 +364,7 @@ class PflMfPaper(PflMf):
     v_method: Literal["solve", "precondition", "gradient"] = "gradient"
     v_steps: int = 1
     v_scale: Literal["1", "1/n"] = "1/n"
+    v_prior: float = 0.0
     g_at: Literal["old", "new"] = "old"
     u_update: Literal["train", "gradient", "joint"] = "gradient"
     server_step: Literal["scaled", "plain", "literal"] = "plain"
@@ -383,5 +382,6 @@ class PflMfJoint(PflMf):
 
     lr: float = 0.1
     factorise: Literal["head", "all"] | tuple[str, ...] = "all"
+    v_prior: float = 0.0
     u_update: Literal["train", "gradient", "joint"] = "joint"
     start: Literal["common", "random", "published"] = "published"
