@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,18 +28,27 @@ def inverse(A: Tensor, eps: float) -> Tensor:
     return result
 
 
-def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float) -> Tensor:
+def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float, most: float | None = None) -> Tensor:
     """U + M (C + λ·(tr(UᵀU C)/r)·(UᵀU)⁻¹)⁻¹: least squares for the dictionary that explains all Δθ_i by the v_i.
 
-    The ridge transforms like C, so the step does not depend on the gauge (U R, R⁻¹ v). λ = 0 means M·pinv(C).
+    The ridge transforms like C, so the step does not depend on the gauge (U R, R⁻¹ v). λ = 0 means M·pinv(C). With
+    `most` the step is shortened until the models that are distributed as C move at most that part of their own root
+    mean square, which no gauge changes either.
     """
-    if not ridge:
-        return U + M @ torch.linalg.pinv(C, hermitian=True)
-    # With UᵀU = L Lᵀ this is M L (Lᵀ C L + ρ I)⁻¹ Lᵀ: no inverse of UᵀU, which single precision could not give.
-    _, L, _ = gauge(U.double())
-    A = L.T @ C.double() @ L
-    A = A + ridge * A.diagonal().mean() * torch.eye(len(A), dtype=A.dtype)
-    return U + M @ (L @ torch.linalg.pinv(A, hermitian=True) @ L.T).to(U.dtype)
+    gram, A = U.double().T @ U.double(), C.double()
+    if ridge:
+        # With UᵀU = L Lᵀ this is M L (Lᵀ C L + ρ I)⁻¹ Lᵀ: no inverse of UᵀU, which single precision could not give.
+        _, L, _ = gauge(U.double())
+        inner = L.T @ A @ L
+        inner = inner + ridge * inner.diagonal().mean() * torch.eye(len(A), dtype=A.dtype)
+        inverted = L @ torch.linalg.pinv(inner, hermitian=True) @ L.T
+    else:
+        inverted = torch.linalg.pinv(C, hermitian=True)
+    step = M @ inverted.to(U.dtype)
+    if most is None:
+        return U + step
+    moved, held = (torch.trace(g @ A).clamp_min(0).sqrt() for g in (step.double().T @ step.double(), gram))
+    return U + step * float(torch.clamp(most * held / moved.clamp_min(torch.finfo(A.dtype).tiny), max=1.0))
 
 
 def orthonormal_gauge(U: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,12 +76,24 @@ def spectrum(U: Tensor, C: Tensor) -> Tensor:
     return values
 
 
-def largest_gap(values: Tensor) -> tuple[int, float]:
-    """The position k and size of the largest ratio σ_k/σ_{k+1} of a falling sequence (k counted from 1)."""
-    tiny = torch.finfo(values.dtype).tiny
-    ratios = values[:-1] / values[1:].clamp_min(tiny)
-    k = int(ratios.argmax())
-    return k + 1, float(ratios[k])
+def gaps(values: Tensor) -> Tensor:
+    """log(σ_k/σ_{k+1}) of a falling sequence, k = 1, 2, …; gaps below the noise of the arithmetic count as none."""
+    floor = values.amax() * torch.finfo(values.dtype).eps * len(values) + torch.finfo(values.dtype).tiny
+    kept = values.clamp_min(floor).log()
+    return kept[:-1] - kept[1:]
+
+
+def clear_gap(gaps: Tensor, least: float) -> int | None:
+    """The k after which the largest gap sits, if it is at least log(`least`) and half that ahead of any other, or None.
+
+    Gaps in the last quarter are left out: the smallest values of any sample spread far apart.
+    """
+    inner = gaps[: max(1, len(gaps) - len(gaps) // 4)]
+    top = inner.topk(min(2, len(inner))).values
+    ahead = float(top[0] - top[1]) if len(top) > 1 else math.inf
+    if float(top[0]) < math.log(least) or ahead < math.log(least) / 2:
+        return None
+    return int(inner.argmax()) + 1
 
 
 def cut(U: Tensor, C: Tensor, rank: int) -> tuple[Tensor, Tensor]:

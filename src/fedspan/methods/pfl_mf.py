@@ -53,13 +53,14 @@ class PflMf(Averaging):
     u_steps: int | None = None
     server_step: Literal["scaled", "plain", "literal"] = "scaled"
     ridge: float = 0.01
+    max_step: float | None = None
     start: Literal["common", "random", "published"] = "common"
     wire: Literal["rank-one", "full"] = "rank-one"
     refresh: bool = False
     gauge_every: int = 0
     rank_start: int = 30
     rank_round: int = 10
-    rank_gap: float = 2.0
+    rank_gap: float = 1.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,6 +152,7 @@ class PflMf(Averaging):
         server |= {"C": eye / self.width}  # Σ w v vᵀ of the last round
         if self.moves:
             server |= {"C_mean": torch.zeros_like(eye), "map": eye, "moved": torch.zeros((), dtype=torch.int64)}
+            server |= {"gaps": torch.zeros(self.width - 1, dtype=U.dtype)}
         return server
 
     def init_client(self, task: Task, who: Who) -> Tree:
@@ -219,11 +221,12 @@ class PflMf(Averaging):
         return self._keep(client, v, stats, visit), Sent(self.weigh(visit), sent)
 
     def _solve(self, task: Task, U: Tensor, v: Tensor, rest: Params, stream: Batches) -> Tensor:
-        """Fit v on all examples with U fixed, by descent in the coordinates w of θ = U v = Q w, Q orthonormal.
+        """Fit v on all examples with U fixed, in the coordinates w of θ = U v = Q w, Q orthonormal: no gauge matters.
 
-        Gradient descent on w is v ← v − η (UᵀU)⁻¹ Uᵀ∇f_i(U v), descent on θ inside span U (`precondition`). Where only
-        the head is factorised, outputs are linear in w, and `solve` divides by a bound on the curvature in w instead:
-        every step then lowers the loss, at any scale of the features. Neither depends on the gauge of U.
+        `precondition`: gradient descent on w, which is v ← v − η (UᵀU)⁻¹ Uᵀ∇f_i(U v), descent on θ inside span U.
+        `solve`, where only the head is factorised and outputs are linear in w: steps under a bound on the curvature in
+        w, each of which lowers the loss, at any scale of the features. `v_steps` of them leave v near where it was in
+        directions about which the data say little; the exact minimiser does worse.
         """
         Q, L, back = subspace.gauge(U)
         like = tree.select(task.init(), self.factorised(task))
@@ -291,22 +294,24 @@ class PflMf(Averaging):
             return {**server, "U": round.mean["U"], "theta": theta}
         M, C = round.mean["M"], round.mean["C"]
         scaled = self.server_step == "scaled"
-        U = subspace.scaled_step(server["U"], M, C, self.ridge) if scaled else server["U"] + M  # eq. (9)
+        U = subspace.scaled_step(server["U"], M, C, self.ridge, self.max_step) if scaled else server["U"] + M  # eq. (9)
         return {"U": U, "theta": theta, "C": C} | (self._move(server, U, C, round.round) if self.moves else {})
 
     def _move(self, server: Tree, U: Tensor, C: Tensor, t: int) -> Tree:
         """Change the rank or the gauge when it is time; every v follows by the map that is announced."""
         last, C = C, 0.9 * server["C_mean"] + 0.1 * C
-        state = {"C_mean": C, "map": server["map"], "moved": server["moved"]}
+        state = {"C_mean": C, "map": server["map"], "moved": server["moved"], "gaps": server["gaps"]}
         P = None
-        if self.rank == "auto" and t >= self.rank_round and len(C) == self.width:
-            k, gap = subspace.largest_gap(subspace.spectrum(U, C))
-            if gap >= self.rank_gap:
+        if self.rank == "auto" and len(C) == self.width:
+            # One round's spectrum has gaps by chance, each time elsewhere; their mean over rounds has only the real one.
+            state["gaps"] = 0.8 * server["gaps"] + 0.2 * subspace.gaps(subspace.spectrum(U, C))
+            k = subspace.clear_gap(state["gaps"], self.rank_gap) if t >= self.rank_round else None
+            if k is not None:
                 U, P = subspace.cut(U, C, k)
         if P is None and self.gauge_every and t % self.gauge_every == 0:
             U, P = subspace.orthonormal_gauge(U, C)
         if P is not None:
-            state = {"C_mean": P @ C @ P.T, "map": P, "moved": torch.tensor(t)}
+            state |= {"C_mean": P @ C @ P.T, "map": P, "moved": torch.tensor(t)}
             last = P @ last @ P.T
         return state | {"U": U, "C": last}
 
