@@ -257,6 +257,33 @@ def test_bytes_are_those_of_the_run(here: Path, method: str) -> None:
     assert method in call("bytes", "exp.toml", f"method.name={method}").stdout
 
 
+def test_bytes_of_factorized_fl_as_published_and_as_they_travel(here: Path) -> None:
+    from fedspan.commands.traffic import count, find_rule
+
+    exp = Path(__file__).parent.parent / "experiments" / "factorized-fl-bytes.toml"
+
+    def total(method: str, rule: str) -> int:
+        config = load_config(exp, [f"method.name={method}", f"data.root={here}"]).resolve()  # where no data are
+        found = count(config, find_rule(rule, method))[1]
+        assert found.made_up
+        return sum(v for v in found.run.values() if v is not None)
+
+    # ResNet-9: 2,574,290 scalars with 2,952 buffers of batch normalisation; u 88, affine 2,944, z 65,536.
+    assert total("fedavg", "published") == 20 * (50 + 49) * 4 * 2_574_290  # 20.39 GB
+    assert total("fedavg", "own") == 20 * 100 * 4 * (2_574_290 - 8)  # counters are not sent
+    up, down = 88 + 2_944 + 65_536, 88 + 2_944
+    assert total("factorized-fl-alpha", "published") == 80 * (50 * (up + 2_952) + 49 * (down + 2_952))  # 0.31 GB
+    assert total("factorized-fl-alpha", "own") == 80 * 50 * (up + down)  # 0.29 GB
+    where = (str(exp), f"data.root={here}")
+    assert "20.39 GB" in call("bytes", *where, "--rule", "published", "method.name=fedavg").stdout
+    assert "depends on the data" in call("bytes", *where, "model.width=4", "method.name=factorized-fl-beta").stdout
+    said = failing("bytes", *where, "--rule", "published", "method.name=fedrep")
+    assert "no paper's rule speaks of method 'fedrep'" in said
+    assert "--rule must be own" in failing("bytes", *where, "--rule", "mine")
+    # Without the data nobody can say how many clients there are.
+    assert "cifar10" in failing("bytes", *where, "partition.kind=natural")
+
+
 def test_export(here: Path) -> None:
     call("run", "exp.toml", "-q", "--out", "r")
     before = {p: p.read_bytes() for p in (here / "r").rglob("*") if p.is_file()}

@@ -23,7 +23,7 @@ class FedPara(Sharing):
     larger than their weight stay plain. Kept: h, the private head if `private_head`. Sent: theta.
 
     The published start ("kaiming") draws every factor with Kaiming's deviation for its own shape; here W itself gets
-    Kaiming's variance (`start = "matched"`), without which plain linear networks start with huge outputs. The paper's
+    Kaiming's variance (`init = "matched"`), without which plain linear networks start with huge outputs. The paper's
     Jacobian regularisation is left out.
     """
 
@@ -37,7 +37,7 @@ class FedPara(Sharing):
     layers: Which = "all"
     only_smaller: bool = False
     tanh: bool = False
-    start: Literal["matched", "kaiming"] = "matched"
+    init: Literal["matched", "kaiming"] = "matched"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,7 +47,7 @@ class FedPara(Sharing):
             self.require(name, 0.0, allow_zero=True)
             if getattr(self, name) > 1:
                 raise ConfigError(f"{type(self).__name__}: {name} must be at most 1. Got {getattr(self, name)!r}.")
-        self.one_of("start", "matched", "kaiming")
+        self.one_of("init", "matched", "kaiming")
         if isinstance(self.layers, str):
             self.one_of("layers", "all", "body")
 
@@ -65,7 +65,7 @@ class FedPara(Sharing):
             )
 
         def product(layer: Plain) -> Hadamard:
-            return Hadamard(layer, self.rank_of(layer), self.plus_one, self.tanh, self.start)
+            return Hadamard(layer, self.rank_of(layer), self.plus_one, self.tanh, self.init)
 
         return task.converted(lambda module: convert(module, chosen, product))
 
