@@ -280,8 +280,9 @@ def test_bytes_of_factorized_fl_as_published_and_as_they_travel(here: Path) -> N
     said = failing("bytes", *where, "--rule", "published", "method.name=fedrep")
     assert "no paper's rule speaks of method 'fedrep'" in said
     assert "--rule must be own" in failing("bytes", *where, "--rule", "mine")
-    # Without the data nobody can say how many clients there are.
-    assert "cifar10" in failing("bytes", *where, "partition.kind=natural")
+    # Without the data nobody can say who the natural clients are, or what unknown examples look like.
+    assert "'cifar10' was not found" in failing("bytes", *where, "partition.kind=natural")
+    assert "none.npz" in failing("bytes", *where, "data.source=none.npz")
 
 
 def test_export(here: Path) -> None:

@@ -61,9 +61,8 @@ def moved(sim: Simulation) -> bool:
 # ------------------------------------------------------------------------------------------------ 1: alone
 
 
-@KINDS
 @MAPPING
-@pytest.mark.parametrize("cls", [FactorizedFL, FactorizedFLBeta])
+@pytest.mark.parametrize(("cls", "kind"), [(FactorizedFL, "cnn"), (FactorizedFL, "mlp"), (FactorizedFLBeta, "mlp")])
 def test_a_client_that_matches_nobody_is_alone_bit_for_bit(cls: Any, kind: str, mapping: str) -> None:
     a = run(cls(**ALONE, **STEPS), kind, mapping=mapping)
     b = run(FactorizedLocal(**STEPS), kind, mapping=mapping)
@@ -97,8 +96,7 @@ def test_factorised_local_training_is_local_training_of_the_factored_module() ->
 # ------------------------------------------------------------------------------------------------ 2: mean
 
 
-@KINDS
-@pytest.mark.parametrize("shared", ["u", "uv", "um", "uvm"])
+@pytest.mark.parametrize(("kind", "shared"), [("cnn", "u"), ("mlp", "uv"), ("mlp", "um"), ("mlp", "uvm")])
 def test_without_preferences_it_is_the_uniform_mean(kind: str, shared: Any) -> None:
     data = make_data(kind, equal=True)
     a = run(FactorizedFL(shared=shared, **ALL, **STEPS), kind, data)
@@ -159,12 +157,11 @@ def renamed(task: Task, params: Params, phi: Tensor) -> Params:
     return new
 
 
-@KINDS
-@pytest.mark.parametrize("shared", ["u", "uvm"])
+@pytest.mark.parametrize(("kind", "shared"), [("cnn", "u"), ("mlp", "u"), ("mlp", "uvm")])
 def test_renaming_classes_changes_heads_only(kind: str, shared: Any) -> None:
     data = make_data(kind, opposed=False)
     fields: dict[str, Any] = {"shared": shared, "tau": 0.9, "epsilon": 5.0, **STEPS}
-    for rounds in (1, 4):
+    for rounds in (1, 3):
         plain = run(FactorizedFL(**fields), kind, data, rounds)
         other = run(Renamed(**fields), kind, replace(data, relabel=PHI), rounds)
         assert_close(plain.record.server, other.record.server)
@@ -193,9 +190,8 @@ def test_with_mu_at_w_minus_uv_it_starts_as_the_dense_network_and_has_its_gradie
         assert_close({"s": step}, {"s": mean[f"{name}.weight"] - dense.init()[f"{name}.weight"]})
 
 
-@KINDS
 @MAPPING
-@pytest.mark.parametrize("cls", [FactorizedFL, FactorizedFLBeta])
+@pytest.mark.parametrize(("cls", "kind"), [(FactorizedFL, "cnn"), (FactorizedFLBeta, "mlp")])
 def test_an_endless_penalty_takes_mu_out_of_the_model(cls: Any, kind: str, mapping: str) -> None:
     a = run(cls(lam=1e9, **STEPS), kind, mapping=mapping)
     x, y = models(a), models(run(cls(mu=False, **STEPS), kind, mapping=mapping))
@@ -240,11 +236,12 @@ def test_a_larger_penalty_leaves_fewer_entries() -> None:
 def test_pruning_at_use_leaves_out_what_is_below_lambda_and_changes_no_state() -> None:
     plain, cut = (run(FactorizedFLBeta(lam=0.02, penalty="none", eval_prune=p, lr=0.1)) for p in (False, True))
     assert plain.record.digest() == cut.record.digest()
-    for i, m in models(plain).items():
+    x, y = models(plain), models(cut)
+    for i, m in x.items():
         for k, p in m.items():
             expected = torch.where(p.abs() < 0.02, 0.0, p) if k.endswith(".mu") else p
-            assert torch.equal(models(cut)[i][k], expected)
-    assert any((p != 0).sum() > (q != 0).sum() for p, q in zip(models(plain)["0"].values(), models(cut)["0"].values()))
+            assert torch.equal(y[i][k], expected)
+    assert any((p != 0).sum() > (y["0"][k] != 0).sum() for k, p in x["0"].items())
 
 
 # ------------------------------------------------------------------------------------------------ 7, 8: matching
@@ -516,7 +513,7 @@ def test_the_default_fits_the_training_data(name: str) -> None:
             total += float(nn.functional.cross_entropy(out, sim.data.labels(i)).detach()) / 7
         return total
 
-    assert loss(12) < 0.8 * loss(0)
+    assert loss(8) < 0.8 * loss(0)
 
 
 def test_what_the_server_knows_can_be_shown() -> None:

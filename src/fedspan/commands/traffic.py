@@ -169,7 +169,7 @@ def _assemble(config: RunConfig) -> tuple[Method, Task, FederatedData, str]:
         return *assemble(config), ""
     except DataError as e:
         known, clients = known_shape(config.data), config.partition.clients
-        if known is None or clients is None:
+        if known is None or clients is None or config.partition.kind == "natural":
             raise
         shape, classes = known
         pair = (torch.zeros(4, *shape), torch.zeros(4, dtype=torch.int64))
