@@ -285,8 +285,9 @@ def test_bytes_of_factorized_fl_as_published_and_as_they_travel(here: Path) -> N
     assert "none.npz" in failing("bytes", *where, "data.source=none.npz")
 
 
-def test_export(here: Path) -> None:
-    call("run", "exp.toml", "-q", "--out", "r")
+@pytest.mark.parametrize("method", ["fedper", "factorized-fl-alpha", "pfedpara"])
+def test_export(here: Path, method: str) -> None:
+    call("run", "exp.toml", "-q", "--out", "r", f"method.name={method}")
     before = {p: p.read_bytes() for p in (here / "r").rglob("*") if p.is_file()}
     call("export", "r", "--client", "3", "m.safetensors")
     assert {p: p.read_bytes() for p in (here / "r").rglob("*") if p.is_file()} == before
@@ -294,8 +295,9 @@ def test_export(here: Path) -> None:
     with safe_open(here / "m.safetensors", "pt") as f:
         about = f.metadata()
     assert (
-        about["method"] == "fedper" and about["client"] == "3" and sorted(json.loads(about["names"])) == sorted(weights)
+        about["method"] == method and about["client"] == "3" and sorted(json.loads(about["names"])) == sorted(weights)
     )
+    assert about["plain"] == "true"  # factorised layers are written as the plain ones they stand for
     config = load_config(here / "r" / "config.toml")
     _, task, data = assemble(config)
     module = task.module_with(weights)

@@ -171,6 +171,11 @@ class FactorizedFL(Sharing):
             params |= shared
         return params
 
+    @property
+    def secure_sum(self) -> str:
+        # Sent as its non-zeros, μ shows where they are.
+        return "with mu = false" if self.mu and self.shared in ("um", "uvm") else "yes"
+
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"mu": Sparse()}
 
