@@ -406,6 +406,14 @@ def test_without_a_gauge_flipped_clients_cancel_and_with_it_they_do_not() -> Non
         assert (size > 1 and sigma == pytest.approx(1)) if gauge else (size < 1e-20 and sigma == pytest.approx(-1))
 
 
+def test_a_newcomer_starts_in_the_gauge_of_the_others() -> None:
+    sim = run(FactorizedFL(gauge=True, lr=0.0), rounds=1, participation=0.4)
+    task, start = sim.engine.model(None), sim.engine.model(None).init()
+    assert not (sim.record.server["seen"]["n"] > 0).all()
+    for m in models(sim).values():
+        assert_close({"y": task.predict(m, sim.data.x)}, {"y": task.predict(start, sim.data.x)})
+
+
 def test_all_clients_start_from_the_same_factors() -> None:
     sim = run(FactorizedFLBeta(), rounds=0)
     start = sim.engine.model(None).init()
@@ -545,6 +553,7 @@ def test_what_the_server_knows_can_be_shown() -> None:
         ({"shared": "v"}, "shared must be one of"),
         ({"layout": "any"}, "layout must be one of"),
         ({"keep_momentum": True}, "keep_momentum needs momentum > 0"),
+        ({"keep_momentum": True, "momentum": 0.9, "gauge": True}, "gauge must be false with keep_momentum"),
     ],
 )
 def test_bad_fields_are_refused(fields: dict[str, Any], message: str) -> None:

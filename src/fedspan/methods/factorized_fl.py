@@ -39,6 +39,15 @@ from fedspan.wire import Codec, Sparse
 Parts = Literal["nothing", "u", "uv", "um", "uvm"]
 Matching = Literal["similarity", "random", "worst", "none"]
 
+TAGS: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "u": ("u", "b"),
+    "uv": ("u", "b", "v"),
+    "um": ("u", "b", "mu"),
+    "uvm": ("u", "b", "v", "mu"),
+}
+"""What is shared: biases and the affine parts of norms go with u."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FactorizedFL(Sharing):
@@ -83,7 +92,7 @@ class FactorizedFL(Sharing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.one_of("shared", "nothing", "u", "uv", "um", "uvm")
+        self.one_of("shared", *TAGS)
         self.one_of("matching", "similarity", "random", "worst", "none")
         self.one_of("newcomer", "mean", "start")
         self.one_of("penalty", "prox", "subgradient", "none")
@@ -103,6 +112,11 @@ class FactorizedFL(Sharing):
             raise ConfigError(
                 f"{type(self).__name__}: keep_momentum needs momentum > 0 (and sgd). Got momentum {self.momentum}."
             )
+        if self.keep_momentum and self.gauge:
+            raise ConfigError(
+                f"{type(self).__name__}: gauge must be false with keep_momentum, whose velocity belongs to one gauge."
+                " Got both."
+            )
 
     # ------------------------------------------------------------------------------------------------ what is where
 
@@ -110,11 +124,6 @@ class FactorizedFL(Sharing):
     def personal_average(self) -> bool:
         """Whether every client gets an average of its own, for which the server keeps all last uploads."""
         return self.matching != "none" and self.shared != "nothing"
-
-    @property
-    def moves(self) -> bool:
-        """Whether uploads change coordinates (not the model they stand for)."""
-        return self.gauge
 
     def model(self, task: Task, capacity: Capacity) -> Task:
         """Linear and convolutional layers in factored form; all clients start from the same u and v."""
@@ -140,8 +149,7 @@ class FactorizedFL(Sharing):
 
     def apart(self, task: Task, params: Params) -> tuple[Tree, Params]:
         """What is shared, by tag, and what stays at home."""
-        wanted = {"nothing": (), "u": ("u", "b"), "uv": ("u", "b", "v"), "um": ("u", "b", "mu")}
-        parts: Tree = {tag: {} for tag in wanted.get(self.shared, ("u", "b", "v", "mu"))}
+        parts: Tree = {tag: {} for tag in TAGS[self.shared]}
         own: Params = {}
         private, tags = set(self.private(task)), self.tags(task)
         for k, p in params.items():
@@ -174,15 +182,19 @@ class FactorizedFL(Sharing):
     @property
     def secure_sum(self) -> str:
         # Sent as its non-zeros, μ shows where they are.
-        return "with mu = false" if self.mu and self.shared in ("um", "uvm") else "yes"
+        return "with mu = false" if self.mu and "mu" in TAGS[self.shared] else "yes"
 
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"mu": Sparse()}
 
     # ------------------------------------------------------------------------------------------------ the client
 
+    def begin(self, task: Task) -> Params:
+        """The common start, in the gauge of the uploads: a newcomer's v must fit the u of the others."""
+        return self.aligned(task, task.init()) if self.gauge else task.init()
+
     def init_client(self, task: Task, who: Who) -> Tree:
-        start = task.init()
+        start = self.begin(task)
         kept: Tree = {"h": self.apart(task, start)[1]}
         if self.keep_momentum:
             kept["velocity"] = tree.zeros_like(tree.select(start, task.names))
@@ -253,7 +265,7 @@ class FactorizedFL(Sharing):
     # ------------------------------------------------------------------------------------------------ the server
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
-        start = task.init()
+        start = self.begin(task)
         parts, _ = self.apart(task, start)
         if not self.personal_average:
             return parts
