@@ -27,7 +27,7 @@ def assert_close(a: object, b: object, tolerance: float = TOLERANCE) -> None:
     x, y = dict(tree.items(a)), dict(tree.items(b))
     assert x.keys() == y.keys()
     for path in x:
-        p, q = x[path], y[path]
+        p, q = x[path].detach(), y[path].detach()
         assert p.shape == q.shape, path
         scale = max(1.0, float(p.abs().max()) if p.numel() else 1.0)
         gap = float((p - q).abs().max()) if p.numel() else 0.0

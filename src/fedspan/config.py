@@ -229,10 +229,10 @@ def assemble_data(config: RunConfig) -> FederatedData:
     return partition(source, p.kind, p.clients, config.seed, p.split, p.validation, p.test, **p.options)
 
 
-def assemble(config: RunConfig) -> tuple[Method, Task, FederatedData]:
-    """The method, the task and the data of an experiment."""
+def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Method, Task, FederatedData]:
+    """The method, the task and the data of an experiment; other data can be given in their place."""
     method = config.only(config.method["name"])
-    data = assemble_data(config)
+    data = assemble_data(config) if data is None else data
     shape, outputs = tuple(data.x.shape[1:]), data.classes or 1
     dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
     kind: Literal["classification", "regression"] = "classification" if data.classes is not None else "regression"

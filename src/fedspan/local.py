@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -12,13 +12,18 @@ from torch.func import grad
 from fedspan import tree
 from fedspan.batches import Batch, Batches
 from fedspan.task import Task
-from fedspan.tree import Tree
+from fedspan.tree import Params, Tree
 
 Loss: TypeAlias = Callable[[Any, Batch], Tensor]
 """A scalar function of a tree of parameters and a batch."""
 
+Prox: TypeAlias = Mapping[str, Callable[[Tensor], Tensor]]
+"""What is done to single parameters (by path) after every step: a proximal step or a projection."""
+
 Start: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 Step: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], "Tensor | None"], None]
+
+NO_PROX: Prox = {}
 
 
 def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
@@ -32,14 +37,49 @@ def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
 
 
 def sgd(
-    loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0
+    loss: Loss,
+    params: Tree,
+    batches: Iterable[Batch],
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    prox: Prox = NO_PROX,
 ) -> Tree:
     """Stochastic gradient descent, one step per batch, as `torch.optim.SGD`. An empty batch changes nothing."""
-    if isinstance(batches, Batches) and not batches.mapped and not momentum and not weight_decay:
+    if isinstance(batches, Batches) and not batches.mapped and not momentum and not weight_decay and not prox:
         result = _fused(loss, params, batches, lr)
         if result is not None:
             return result
 
+    def start(p: list[Tensor]) -> list[Tensor]:
+        return [torch.zeros_like(a) for a in p] if momentum else []
+
+    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox)[0]
+
+
+def sgd_from(
+    loss: Loss,
+    params: Tree,
+    velocity: Params,
+    batches: Iterable[Batch],
+    lr: float,
+    *,
+    momentum: float,
+    weight_decay: float = 0.0,
+    prox: Prox = NO_PROX,
+) -> tuple[Tree, Params]:
+    """`sgd` whose momentum goes on from `velocity` (by path, statistics left out); gives the velocity back, too."""
+    names = [k for k in tree.flatten(params) if not is_statistic(k)]
+
+    def start(p: list[Tensor]) -> list[Tensor]:
+        return [torch.zeros_like(a) + velocity[k] for k, a in zip(names, p)]
+
+    params, state = _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox)
+    return params, dict(zip(names, state)) if state else velocity
+
+
+def _descend(lr: float, momentum: float, weight_decay: float) -> Step:
     def step(p: list[Tensor], g: list[Tensor], velocity: list[Tensor], live: Tensor | None) -> None:
         if weight_decay:
             g = [a + weight_decay * b for a, b in zip(g, p)]
@@ -53,7 +93,7 @@ def sgd(
         for a, b in zip(p, g):  # a masked batch has gradient zero, but momentum and decay would still move
             a.sub_(_if(live, b, torch.zeros_like(b)) if momentum or weight_decay else b, alpha=lr)
 
-    return _train(loss, params, batches, lambda p: [torch.zeros_like(a) for a in p] if momentum else [], step)
+    return step
 
 
 def adamw(
@@ -65,6 +105,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    prox: Prox = NO_PROX,
 ) -> Tree:
     """AdamW, one step per batch, as `torch.optim.AdamW`. An empty batch changes nothing, not even the step count."""
     b1, b2 = betas
@@ -82,7 +123,7 @@ def adamw(
             move = lr * (m / (1 - b1**n)) / ((v / (1 - b2**n)).sqrt() + eps) + lr * weight_decay * a
             a.sub_(_if(live, move, torch.zeros_like(a)))
 
-    return _train(loss, params, batches, start, step)
+    return _train(loss, params, batches, start, step, prox)[0]
 
 
 def _fused(loss: Loss, params: Tree, batches: Batches, lr: float) -> Tree | None:
@@ -106,12 +147,17 @@ def is_statistic(path: str) -> bool:
     return path.endswith(("running_mean", "running_var"))
 
 
-def _train(loss: Loss, params: Tree, batches: Iterable[Batch], start: Start, step: Step) -> Tree:
-    """Run `step` once per batch on copies of `params`; running statistics ride along and are not trained."""
+def _train(
+    loss: Loss, params: Tree, batches: Iterable[Batch], start: Start, step: Step, prox: Prox
+) -> tuple[Tree, list[Tensor]]:
+    """Run `step` and `prox` once per batch on copies of `params`; running statistics ride along and are not trained.
+
+    Returns the parameters and the optimiser's state, which is empty if there was no batch.
+    """
     flat = tree.flatten(params)
     trained = [k for k in flat if not is_statistic(k)]
     if not trained:
-        return params
+        return params, []
     held: dict[str, Tensor] = {}  # what the loss sees: trained copies and owned statistics
     p: list[Tensor] = []
     state: list[Tensor] = []
@@ -137,12 +183,14 @@ def _train(loss: Loss, params: Tree, batches: Iterable[Batch], start: Start, ste
             for a in p:
                 a.requires_grad_(False)
             step(p, g, state, None)
+        for k, f in prox.items():
+            held[k].copy_(_if(batch.live if batch.mapped else None, f(held[k]), held[k]))
     if not p:
-        return params
+        return params, []
     for k in flat.keys() - set(trained):
         del held[k].owned  # type: ignore[attr-defined]
     result: Tree = _assemble(params, held)
-    return result
+    return result, state
 
 
 def _assemble(like: Any, flat: dict[str, Tensor], prefix: str = "") -> Any:

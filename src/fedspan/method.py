@@ -38,7 +38,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.batches import All, Amount, Batches, Epochs
 from fedspan.errors import ConfigError
-from fedspan.local import Loss, adamw, sgd
+from fedspan.local import NO_PROX, Loss, Prox, adamw, sgd
 from fedspan.task import Task
 from fedspan.tree import EMPTY, Params, Tree
 from fedspan.wire import Codec
@@ -231,12 +231,15 @@ class Training(Method):
         if self.optimizer == "adamw" and self.momentum:
             raise ConfigError(f"{type(self).__name__}: momentum must be 0 with optimizer 'adamw'. Got {self.momentum}.")
 
-    def fit(self, loss: Loss, params: Tree, batches: Batches, lr: float | None = None) -> Tree:
-        """Train `params` on a stream with the method's optimiser; it starts anew each time."""
+    def fit(self, loss: Loss, params: Tree, batches: Batches, lr: float | None = None, prox: Prox = NO_PROX) -> Tree:
+        """Train `params` on a stream with the method's optimiser; it starts anew each time.
+
+        `prox` is applied to single parameters after every step.
+        """
         lr = self.lr if lr is None else lr
         if self.optimizer == "adamw":
-            return adamw(loss, params, batches, lr, weight_decay=self.weight_decay)
-        return sgd(loss, params, batches, lr, momentum=self.momentum, weight_decay=self.weight_decay)
+            return adamw(loss, params, batches, lr, weight_decay=self.weight_decay, prox=prox)
+        return sgd(loss, params, batches, lr, momentum=self.momentum, weight_decay=self.weight_decay, prox=prox)
 
     def require(self, name: str, low: float, high: float = float("inf"), *, allow_zero: bool = False) -> None:
         """Check that a field is a finite number above (or at, if zero is allowed) `low` and below `high`."""
@@ -312,11 +315,16 @@ class Sharing(Averaging):
         """The weighted mean."""
         return {"theta": round.mean["theta"]}
 
+    def whole(self, client: Tree, down: Tree) -> Params:
+        """All parameters of a client's model."""
+        params: Params = down["theta"] | client["h"]
+        return params
+
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
         """One pass over the training data where statistics must be re-estimated."""
         return {"all": All()} if task.stats and self.local_stats else {}
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         """Shared and private part together."""
-        params = down["theta"] | client["h"]
+        params = self.whole(client, down)
         return task.estimate_statistics(params, visit["all"]) if "all" in visit.batches else params

@@ -80,7 +80,7 @@ class Task:
                 module = self._build()
         if not isinstance(module, nn.Module):
             raise ConfigError(f"Task: the model must be an nn.Module or build one. Got {type(module).__name__}.")
-        self.kind, self.dtype = kind, dtype
+        self.kind, self.dtype, self.seed = kind, dtype, seed if seed is not None else 0
         self.module = self._prepare(module)
         self._own_loss = loss
         if self._build is None and seed is not None:
@@ -155,6 +155,25 @@ class Task:
                 share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.x)
                 total[k] = total[k] + share if k in total else share
         return params | {k: t / weight for k, t in total.items()}
+
+    @property
+    def head_layer(self) -> str | None:
+        """Name of the module that is the head ('' if the whole model is), None if there is none."""
+        return self._head_module if self.head else None
+
+    def converted(self, change: Callable[[nn.Module], nn.Module]) -> Task:
+        """The same task with another module, for example with structured layers; it keeps its head and its loss.
+
+        `change` may alter the copy it is given. What it draws comes from the task's seed, so that the server and all
+        clients start alike.
+        """
+        with torch_seed(self.seed, "convert"):
+            module = change(copy.deepcopy(self.module))
+        task = Task(module, self.kind, head=self.head_layer, loss=self._own_loss, dtype=self.dtype)
+        task.seed = self.seed
+        build = self._build
+        task._build = None if build is None else lambda: change(self._prepare(build()))
+        return task
 
     # ---------------------------------------------------------------- the function
 

@@ -23,6 +23,7 @@ def export(run: Run, file: File, client: Client) -> None:
 
     from fedspan import tree
     from fedspan.commands.running import open_run
+    from fedspan.layers import plain_weights, structured
 
     user_path(file, "export: the file")
     if file.suffix != ".safetensors":
@@ -33,6 +34,9 @@ def export(run: Run, file: File, client: Client) -> None:
     data = simulation.data
     number = _number(client, data.names)
     trained, weights = simulation.personal(number)
+    known = trained.init().keys()
+    if weights.keys() == known and structured(trained.module):  # as the plain network that [model] describes
+        weights, known = plain_weights(trained.module, weights), simulation.task.init().keys()
     flat = {k: t.detach().contiguous().clone() for k, t in tree.flatten(weights).items()}
     done = simulation.record.progress.round
     about = {
@@ -47,7 +51,7 @@ def export(run: Run, file: File, client: Client) -> None:
         "input_shape": json.dumps(list(data.x.shape[1:])),
         "classes": json.dumps(data.classes),
         "names": json.dumps(list(flat)),
-        "plain": json.dumps(sorted(flat) == sorted(k for k in trained.init())),
+        "plain": json.dumps(sorted(flat) == sorted(known)),
     }
     temporary = file.with_name(file.name + ".tmp")
     save_file(flat, temporary, metadata=about)

@@ -4,14 +4,48 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from fedspan.commands.console import note, say, show, size, table
 from fedspan.commands.run import Experiment, Overrides
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
+    from fedspan.data.federated import FederatedData
     from fedspan.method import Method
+    from fedspan.task import Task
+    from fedspan.tree import Tree
+
+Rule = Annotated[
+    str,
+    typer.Option(
+        "--rule", help="own: what really travels. published: as the method's paper, or a paper by name, counts."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Published:
+    """How a paper counts bytes where that is not what travels: which methods, in which words."""
+
+    paper: str
+    methods: tuple[str, ...]
+    words: str
+
+
+# One entry per paper: its rule goes for its own methods and for the baselines of its tables.
+RULES: dict[str, Published] = {
+    "factorized-fl": Published(
+        "Jeong and Hwang, NeurIPS 2022",
+        (
+            *("factorized-fl-alpha", "factorized-fl-beta", "factorized-fedavg", "factorized-local"),
+            *("fedavg", "fedprox", "pfedpara", "local"),
+        ),
+        "buffers of batch normalisation count with every transfer, the first download is free, indices are free",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -21,15 +55,17 @@ class Traffic:
     per_capacity: dict[Any, dict[str, dict[str, int | None]]]
     clients: dict[Any, int]
     run: dict[str, int | None]
+    made_up: str = ""
 
 
-def bytes_(exp: Experiment, overrides: Overrides = None) -> None:
+def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own") -> None:
     """Count the bytes of one client's round and of the whole run, up and down, without training."""
     from fedspan.config import load_config
     from fedspan.method import Method
 
     config = load_config(exp, overrides or []).resolve()
-    method, found = count(config)
+    published = find_rule(rule, config.method["name"])
+    method, found = count(config, published)
     rows = []
     for capacity, directions in found.per_capacity.items():
         label = "all clients" if capacity is None else f"{capacity} ({found.clients[capacity]} clients)"
@@ -39,20 +75,46 @@ def bytes_(exp: Experiment, overrides: Overrides = None) -> None:
     show(table(["client", "direction", "name", "bytes per round"], rows, right=[3]))
     total = ", ".join(f"{_shown(found.run[d])} {d}" for d in ("up", "down"))
     say(f"{config.method['name']}, {config.rounds} rounds: {total} (weights of uploads and evaluation not counted).")
+    together = _sum([found.run["up"], found.run["down"]])
+    say(f"Together: {_shown(together)}.")
+    if published is not None:
+        note(f"Counted as {published.paper} do: {published.words}.")
+    if found.made_up:
+        note(f"Counted on made-up examples of the data's shape: {found.made_up}")
     if type(method).announce is not Method.announce:
         note("News that this method announces to all clients come on top.")
     if config.train.drop_rate:
         note("Clients that do not answer are counted as if they did.")
 
 
-def count(config: RunConfig) -> tuple[Method, Traffic]:
+def find_rule(rule: str, method: str) -> Published | None:
+    """The rule of that name for a method; None is our own.
+
+    Raises:
+        ConfigError: if there is no such rule, or it does not speak of the method.
+    """
+    from fedspan.errors import ConfigError, nearest
+
+    if rule == "own":
+        return None
+    if rule != "published" and rule not in RULES:
+        raise ConfigError(
+            f"bytes: --rule must be own, published or a paper's. Got '{rule[:60]}'.{nearest(rule, RULES)}"
+        )
+    for name, found in RULES.items():
+        if rule in ("published", name) and method in found.methods:
+            return found
+    whose = "no paper's rule" if rule == "published" else f"the rule of {rule}"
+    raise ConfigError(f"bytes: {whose} speaks of method '{method}'; use --rule own.")
+
+
+def count(config: RunConfig, rule: Published | None = None) -> tuple[Method, Traffic]:
     """Run one client of each capacity on two examples, and count what it received and sent."""
     from fedspan import wire
     from fedspan.commands.probe import probe
-    from fedspan.config import assemble
     from fedspan.settings import sample
 
-    method, task, data = assemble(config)
+    method, task, data, made_up = _assemble(config)
     data = data.to(next(iter(task.init().values())).dtype)
     tiny = replace(data, train=[rows[:2] for rows in data.train])
     capacities = [method.capacity_of(i) for i in range(data.clients)]
@@ -68,15 +130,52 @@ def count(config: RunConfig) -> tuple[Method, Traffic]:
             sizes = wire.count(
                 tree, {k: wire.roundtrip({k: tree[k]}, method.codecs(1))[1][k] for k in half & tree.keys()}
             )
-            per[capacity][direction] = {k: None if k in open_ else v for k, v in sizes.items()}
-    asked: Counter[Any] = Counter()
+            found = {k: None if k in open_ else v for k, v in sizes.items()}
+            per[capacity][direction] = found if rule is None else found | _buffers(task, tree)
+    asked: dict[str, Counter[Any]] = {"up": Counter(), "down": Counter()}
     for t in range(1, config.rounds + 1):
-        asked.update(capacities[i] for i in sample(data.clients, config.train, config.seed, t))
+        who = [capacities[i] for i in sample(data.clients, config.train, config.seed, t)]
+        asked["up"].update(who)
+        if rule is None or t > 1:
+            asked["down"].update(who)
     run = {
-        d: _sum([None if (one := _sum(list(per[c][d].values()))) is None else one * n for c, n in asked.items()])
+        d: _sum([None if (one := _sum(list(per[c][d].values()))) is None else one * n for c, n in asked[d].items()])
         for d in ("up", "down")
     }
-    return method, Traffic(per, dict(Counter(capacities)), run)
+    return method, Traffic(per, dict(Counter(capacities)), run, made_up)
+
+
+def _buffers(task: Task, payload: Tree) -> dict[str, int | None]:
+    """Bytes of the buffers that a published rule adds: all of the model's but those that travel anyway."""
+    from fedspan import tree
+    from fedspan.local import is_statistic
+
+    parameters = dict(task.module.named_parameters())
+    total = sum(t.numel() for k, t in task.module.state_dict().items() if k not in parameters)
+    sent = sum(t.numel() for k, t in tree.items(payload) if is_statistic(k))
+    return {"buffers": 4 * (total - sent)} if tree.leaves(payload) and total > sent else {}
+
+
+def _assemble(config: RunConfig) -> tuple[Method, Task, FederatedData, str]:
+    """The experiment; where its data are missing but their shape is known, with made-up ones and the reason."""
+    import torch
+
+    from fedspan.config import assemble
+    from fedspan.config_sections import known_shape
+    from fedspan.data.federated import FederatedData
+    from fedspan.errors import DataError
+
+    try:
+        return *assemble(config), ""
+    except DataError as e:
+        known, clients = known_shape(config.data), config.partition.clients
+        if known is None or clients is None or config.partition.kind == "natural":
+            raise
+        shape, classes = known
+        pair = (torch.zeros(4, *shape), torch.zeros(4, dtype=torch.int64))
+        groups = [i % 2 for i in range(clients)]
+        data = FederatedData.from_arrays([pair] * clients, groups=groups, classes=classes, validation_fraction=0.25)
+        return *assemble(config, data), str(e)
 
 
 def _sum(values: list[int | None]) -> int | None:

@@ -8,8 +8,10 @@ from fedspan.config_types import build_dataclass
 from fedspan.errors import ConfigError, nearest
 from fedspan.method import Method
 from fedspan.methods.ditto import Ditto
+from fedspan.methods.factorized_fl import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
+from fedspan.methods.fedpara import FedPara, PFedPara
 from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedrep import FedRep
 from fedspan.methods.local import Local
@@ -29,6 +31,12 @@ METHODS: dict[str, type[Method]] = {
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
+    "factorized-fl-alpha": FactorizedFL,
+    "factorized-fl-beta": FactorizedFLBeta,
+    "factorized-fedavg": FactorizedFedAvg,
+    "factorized-local": FactorizedLocal,
+    "fedpara": FedPara,
+    "pfedpara": PFedPara,
 }
 
 
@@ -51,14 +59,20 @@ def name_of(method: Method) -> str:
 __all__ = [
     "METHODS",
     "Ditto",
+    "FactorizedFL",
+    "FactorizedFLBeta",
+    "FactorizedFedAvg",
+    "FactorizedLocal",
     "FedAvg",
     "FedBabu",
+    "FedPara",
     "FedPer",
     "FedProx",
     "FedRep",
     "LgFedAvg",
     "Local",
     "Oracle",
+    "PFedPara",
     "PflMf",
     "PflMfJoint",
     "PflMfPaper",

@@ -1,0 +1,111 @@
+"""FedPara and pFedPara: weights as element-wise products of two matrices of low rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from fedspan.errors import ConfigError
+from fedspan.layers import Hadamard, Plain, Which, choose, convert, part, structured
+from fedspan.method import Capacity, Sent, Sharing, Visit
+from fedspan.task import Task
+from fedspan.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedPara(Sharing):
+    """FedPara. Hyeon-Woo, Ye-Bin and Oh, ICLR 2022.
+
+    W = (X₁Y₁ᵀ) ∘ (X₂Y₂ᵀ) has rank up to r² with 2r(m + n) numbers; convolutions use the tensor form. Symbols: theta =
+    all factors and what is not factorised, averaged factor by factor; gamma = γ of linear layers, ratio = wanted share
+    of a convolution's numbers, `rank` fixes r for both. With `only_smaller` layers whose factors would be
+    larger than their weight stay plain. Kept: h, the private head if `private_head`. Sent: theta.
+
+    The published start ("kaiming") draws every factor with Kaiming's deviation for its own shape; here W itself gets
+    Kaiming's variance (`init = "matched"`), without which plain linear networks start with huge outputs. The paper's
+    Jacobian regularisation is left out.
+    """
+
+    family: ClassVar[str] = "fedpara"
+    reference: ClassVar[str] = "Hyeon-Woo et al., ICLR 2022"
+    plus_one: ClassVar[bool] = False
+
+    rank: int | None = None
+    gamma: float = 0.5
+    ratio: float = 0.5
+    layers: Which = "all"
+    only_smaller: bool = False
+    tanh: bool = False
+    init: Literal["matched", "kaiming"] = "matched"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank is not None:
+            self.count("rank", 1)
+        for name in ("gamma", "ratio"):
+            self.require(name, 0.0, allow_zero=True)
+            if getattr(self, name) > 1:
+                raise ConfigError(f"{type(self).__name__}: {name} must be at most 1. Got {getattr(self, name)!r}.")
+        self.one_of("init", "matched", "kaiming")
+        if isinstance(self.layers, str):
+            self.one_of("layers", "all", "body")
+
+    def model(self, task: Task, capacity: Capacity) -> Task:
+        """Linear and convolutional layers as Hadamard products."""
+        who = type(self).__name__
+        chosen = [
+            name
+            for name, layer in choose(task, self.layers, who).items()
+            if not self.only_smaller or factors(layer, self.rank_of(layer)) < layer.weight.numel()
+        ]
+        if not chosen:
+            raise ConfigError(
+                f"{who}: no layer becomes smaller by its factors; use a smaller rank, or only_smaller=false."
+            )
+
+        def product(layer: Plain) -> Hadamard:
+            return Hadamard(layer, self.rank_of(layer), self.plus_one, self.tanh, self.init)
+
+        return task.converted(lambda module: convert(module, chosen, product))
+
+    def rank_of(self, layer: Plain) -> int:
+        """r of one layer."""
+        if self.rank is not None:
+            return self.rank
+        o, i, *kernel = tuple(layer.weight.shape)
+        if not kernel:
+            low = math.ceil(math.sqrt(min(o, i)))  # r² ≥ min(m, n): W can have full rank
+            high = o * i // (2 * (o + i))  # the largest r with 2r(m + n) ≤ mn
+            return max(low, round((1 - self.gamma) * low + self.gamma * high))
+        k2 = math.prod(kernel)
+        # The root of 2r²k² + 2r(o + i) = ratio · o · i · k².
+        root = math.sqrt((o + i) ** 2 / (4 * k2**2) + self.ratio * o * i / 2) - (o + i) / (2 * k2)
+        return max(math.ceil(math.sqrt(o)), math.ceil(math.sqrt(i)), math.ceil(root))
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        theta, h = self.split(task, self.fit(task.loss, self.whole(client, down), visit["train"]))
+        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedPara(FedPara):
+    """pFedPara. Hyeon-Woo, Ye-Bin and Oh, ICLR 2022, Section 2.3.
+
+    W = W₁ ∘ (W₂ + 1): the first pair of factors is shared, the second stays on the client and starts from common
+    values. Kept: h, the second factors (and the head if `private_head`). Sent: theta, all the rest.
+    """
+
+    plus_one: ClassVar[bool] = True
+
+    def private(self, task: Task) -> list[str]:
+        """The second factors, and the head if wanted."""
+        second = {part(k, f"{p}2") for k in structured(task.module) for p in "TXY"}
+        second |= set(super().private(task))
+        return [k for k in task.names if k in second]
+
+
+def factors(layer: Plain, rank: int) -> int:
+    """Numbers in the factors of one layer: 2r(m + n), and 2r²k² more for a convolution."""
+    o, i, *kernel = layer.weight.shape
+    return 2 * rank * (o + i) + (2 * rank**2 * math.prod(kernel) if kernel else 0)
