@@ -29,6 +29,7 @@ from fedspan.report.matching import (
     history_figure,
     matching,
     matching_figure,
+    matrices_of,
     sentence,
 )
 from fedspan.report.page import _matching, write_page
@@ -121,6 +122,14 @@ def test_matches_are_counted_against_the_true_groups(run: Path) -> None:
     kept = history(loaded.lines, 8)["sigma"]
     assert [r for r, _ in kept] == [2, 4] and kept[0][1][0, 2] == pytest.approx(0.5) and np.isnan(kept[0][1][0, 1])
     assert [r for r, _ in curves(loaded.lines)["likeness_mean"]] == [2, 4]
+
+
+def test_matrices_are_found_where_methods_keep_them() -> None:
+    held = {"sigma": torch.eye(3), "matched": torch.ones(3, 3, dtype=torch.int32)}
+    for server in (held, {"u": torch.ones(3), "seen": held}, {"sigma": torch.ones(4), "seen": held}):
+        found = matrices_of(server, 3)
+        assert found is not None and found[0].trace() == 3.0 and found[1].sum() == 9.0
+    assert matrices_of({"seen": held}, 4) is None and matrices_of({"sigma": torch.eye(3)}, 3) is None
 
 
 def test_any_matrices_are_borne() -> None:

@@ -1,8 +1,8 @@
 """Who was matched with whom: likeness of the clients as the server saw it, and how often each received from each.
 
-A method that matches clients keeps two matrices in the server's state, [n, n] over the clients: `sigma`, the likeness
-at its last exchange, and `matched`, of which entry (k, i) counts how often client k received from client i. What its
-`matrices` gives is kept at every evaluation.
+A method that matches clients keeps two matrices in the server's state (or in its part `seen`), [n, n] over the clients:
+`sigma`, the likeness at its last exchange, and `matched`, of which entry (k, i) counts how often client k received from
+client i. What its `matrices` gives is kept at every evaluation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedspan.checkpoint import RunDirectory
 from fedspan.errors import FedspanError
@@ -20,6 +21,7 @@ from fedspan.report.canvas import bare, canvas
 from fedspan.report.palette import SOFT
 from fedspan.report.runs import Run
 from fedspan.report.text import number
+from fedspan.tree import Tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,18 +84,28 @@ def matching(run: Run) -> Matching:
     loaded = RunDirectory(run.path / "checkpoints", None, read_only=True).load()
     if loaded is None:
         raise FedspanError(f"Matching: {run.path} must have a checkpoint. Got none; run the experiment again.")
-    server, names = loaded.server["server"], [str(n) for n in run.result["names"]]
+    names = [str(n) for n in run.result["names"]]
     n = len(names)
-    held = {k: server.get(k) for k in ("sigma", "matched")}
-    if any(getattr(m, "shape", None) != (n, n) for m in held.values()):
+    held = matrices_of(loaded.server["server"], n)
+    if held is None:
         raise FedspanError(
             "Matching: the run must be of a method that matches clients, such as factorized-fl-alpha."
             f" Got one of {method_of(run)}."
         )
-    sigma, matched = (m.double().numpy().astype(np.float64) for m in held.values())
+    sigma, matched = held
     groups = run.result.get("groups")
     known = np.array(groups, np.int64) if isinstance(groups, list) and len(groups) == n else None
     return Matching(np.where(np.isfinite(sigma), sigma, np.nan), matched, names, known, loaded.round)
+
+
+def matrices_of(server: Tree, clients: int) -> tuple[Floats, Floats] | None:
+    """`sigma` and `matched` of a server's state or of its part `seen`; None if it has none over the clients."""
+    for part in (server, server.get("seen")):
+        named = [part.get(k) for k in ("sigma", "matched")] if isinstance(part, dict) else []
+        held = [m.double().numpy() for m in named if isinstance(m, Tensor) and m.shape == (clients, clients)]
+        if len(held) == 2:
+            return held[0].astype(np.float64), held[1].astype(np.float64)
+    return None
 
 
 def found_in(of: Matching) -> Found:
