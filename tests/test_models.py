@@ -50,6 +50,7 @@ def parameters(model: nn.Module) -> int:
         ("cnn", COLOUR, 10, {}, 878_538),
         ("cnn", GREY, 10, {}, 582_026),
         ("cnn", GREY, 10, {"padding": 2}, 1_663_370),  # McMahan et al. 2017, section 3
+        ("cnn", COLOUR, 10, {"norm": "group"}, 878_538 + 32 + 64),  # scales and shifts instead of biases
         ("cnn3x3", COLOUR, 10, {}, 674_656 + 32 + 64 + 10),
         ("cnn3x3", COLOUR, 100, {}, 6_572_896 + 32 + 64 + 100),
         ("lenet5", GREY, 10, {}, 61_706),
@@ -112,6 +113,16 @@ def test_norms(kind: str, norm: str) -> None:
     assert (nn.GroupNorm in kinds, nn.BatchNorm2d in kinds) == (norm == "group", norm == "batch")
     assert all((m.bias is not None) == (norm == "none") for m in model.modules() if isinstance(m, nn.Conv2d))
     assert model(torch.randn(2, 3, 16, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize("norm", ["group", "batch", "none"])
+def test_norms_of_the_cnn(norm: str) -> None:
+    model = build("cnn", (3, 16, 16), 4, norm=norm)
+    kinds = {type(m) for m in model.modules()}
+    assert (nn.GroupNorm in kinds, nn.BatchNorm2d in kinds) == (norm == "group", norm == "batch")
+    assert all((m.bias is not None) == (norm == "none") for m in model.modules() if isinstance(m, nn.Conv2d))
+    with pytest.raises(ConfigError, match="cnn: norm must be"):
+        build("cnn", COLOUR, 10, norm="layer")
 
 
 def test_trying_a_model_leaves_its_statistics_alone() -> None:

@@ -305,7 +305,7 @@ def test_many_clients_are_dealt_quickly() -> None:
         ({"clients": None}, "clients must be an integer >= 1. Got None"),
         ({"clients": 2.0}, "clients must be"),
         ({"clients": True}, "clients must be"),
-        ({"split": "locl"}, "split must be 'client' or 'global'"),
+        ({"split": "locl"}, "split must be 'client', 'global' or 'common'"),
         ({"test": 1.0}, r"test must be a fraction in \[0, 1\)"),
         ({"validation": float("nan")}, "validation must be a fraction"),
         ({"test": 0.6, "validation": 0.5}, "leave room for training"),

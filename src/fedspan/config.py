@@ -28,6 +28,7 @@ MAX_BYTES = 1 << 20
 # Kinds of partition that know the true groups, and the most examples each known source can have.
 _GROUPED = ("permuted-groups", "label-groups", "domains")
 _EXAMPLES = {"digits": 1_797, "mnist": 70_000, "fashion-mnist": 70_000, "cifar10": 60_000, "cifar100": 60_000}
+_EXAMPLES |= {"svhn": 99_289}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,6 +195,10 @@ class Method:
         """Numbers about the server's state worth a curve; asked for whenever the run is evaluated."""
         return {}
 
+    def matrices(self, server: Tree) -> dict[str, Tensor]:
+        """Matrices over the clients (likeness) worth keeping at every evaluation of runs with up to 100 clients."""
+        return {}
+
     def codecs(self, round: int) -> Mapping[str, Codec]:
         """How named parts of the payload are written on the wire, both ways; what is not named travels as it is."""
         return {}

@@ -37,6 +37,8 @@ from fedspan.settings import Settings, dropped, sample
 from fedspan.task import Task
 from fedspan.tree import Tree
 
+MATRIX_CLIENTS = 100  # beyond that a matrix over the clients would swell every line of the metrics
+
 OnRound = Callable[[dict[str, Any]], None]
 
 
@@ -166,8 +168,10 @@ class Simulation:
         progress = self.record.progress
         progress.totals["evaluate"] += self._last[2]
         progress.seconds["evaluate"] += time.perf_counter() - start
-        seen = self.method.monitor(self.record.server)
-        return {**self._last[1], **({"monitor": seen} if seen else {})}
+        seen, kept = self.method.monitor(self.record.server), {}
+        if self.data.clients <= MATRIX_CLIENTS:
+            kept = {k: _rounded(m) for k, m in self.method.matrices(self.record.server).items()}
+        return {**self._last[1], **({"monitor": seen} if seen else {}), **({"matrices": kept} if kept else {})}
 
     def _remember(self) -> tuple[Tree, Tree, Progress]:
         r = self.record
@@ -467,6 +471,11 @@ def _finish_first() -> Iterator[list[bool]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _rounded(matrix: Tensor) -> list[list[float | None]]:
+    """A matrix for a line of the metrics: four digits are enough to draw it, and JSON has no NaN."""
+    return [[round(v, 4) if math.isfinite(v) else None for v in row] for row in matrix.tolist()]
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -17,8 +18,14 @@ from fedspan.commands.running import open_run
 from fedspan.errors import ConfigError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedspan.report.matching import Found, Matching
     from fedspan.report.subspace import Coordinates, Structure
     from fedspan.simulate import Simulation
+
+
+_CLIENTS = 40  # lines of a table
 
 
 class Format(StrEnum):
@@ -30,6 +37,9 @@ class Format(StrEnum):
 
 
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for subspace.json and figures; default RUN-subspace.")]
+MatchOut = Annotated[
+    Path | None, typer.Option("--out", help="Folder for matching.json, figures; default RUN-matching.")
+]
 Clusters = Annotated[int | None, typer.Option("--clusters", help="k of k-means; default: the true groups.", min=1)]
 Refresh = Annotated[bool, typer.Option("--refresh", help="First let every client solve for its v again.")]
 Kinds = Annotated[list[Format] | None, typer.Option("--format", help="png (default), svg, pdf; may be repeated.")]
@@ -48,11 +58,9 @@ def subspace(
 ) -> None:
     """Where the clients of a pfl-mf run lie in the shared subspace, whether they form groups, and its spectrum."""
     from fedspan.report import subspace as look
-    from fedspan.report.canvas import save
     from fedspan.report.runs import load_run
 
-    base = run if run.name not in ("", "..") else run.resolve()
-    where = user_path(out or base.with_name(f"{base.name}-subspace"), "--out")
+    where = _beside(run, out, "subspace")
     loaded = load_run(run)
     if not look.is_subspace(loaded):
         raise ConfigError(f"analyse subspace: the run must be of pfl-mf. Got one of {loaded.method}.")
@@ -69,10 +77,60 @@ def subspace(
         "singular_values": lambda: look.spectrum_figure(found),
         "norms": lambda: look.norms_figure(over),
     }
+    _draw(figures, where, kinds)
+    say(f"Figures and subspace.json: {where}")
+
+
+@analyse.command()
+def matching(run: RunPath, out: MatchOut = None, kinds: Kinds = None) -> None:
+    """Who was matched with whom in a factorized-fl run, how alike the clients are, and whether groups are found."""
+    from fedspan.report import matching as look
+    from fedspan.report.runs import load_run
+
+    where = _beside(run, out, "matching")
+    loaded = load_run(run)
+    of = look.matching(loaded)
+    found, kept = look.found_in(of), look.history(loaded.lines, len(of.names))
+    over = look.curves(loaded.lines)
+    titles, rows = _partners(of, found)
+    show(table(titles, rows[:_CLIENTS], right=(2,)))
+    if len(rows) > _CLIENTS:
+        say(f"({_CLIENTS} of {len(rows)} clients; matching.json holds all)")
+    say(look.sentence(of, found))
+    where.mkdir(parents=True, exist_ok=True)
+    _write(where / "matching.json", look.facts(of, found, loaded.lines))
+    figures: dict[str, Callable[[], Figure]] = {"matching": lambda: look.matching_figure(of)}
+    if kept:
+        figures["likeness_over_rounds"] = lambda: look.history_figure(of, kept)
+    if over:
+        figures["monitor"] = lambda: look.curves_figure(over)
+    _draw(figures, where, kinds)
+    say(f"Figures and matching.json: {where}")
+
+
+def _partners(of: Matching, found: Found) -> tuple[list[str], list[list[str]]]:
+    """A line per client: its group, how many others it received from, and the most frequent of them."""
+    rows = []
+    for k in of.order:
+        often = ", ".join(f"{of.names[i]} ({of.matched[k, i]:.0f})" for i in found.partners[k])
+        group = "n/a" if of.groups is None else str(of.groups[k])
+        others = int((of.matched[k] > 0).sum()) - int(of.matched[k, k] > 0)
+        rows.append([of.names[k], group, str(others), often or "nobody"])
+    return ["client", "group", "received from", "most often from (times)"], rows
+
+
+def _beside(run: Path, out: Path | None, what: str) -> Path:
+    """The folder for what is found: as asked for, or beside the run."""
+    base = run if run.name not in ("", "..") else run.resolve()
+    return user_path(out or base.with_name(f"{base.name}-{what}"), "--out")
+
+
+def _draw(figures: Mapping[str, Callable[[], Figure]], where: Path, kinds: list[Format] | None) -> None:
+    from fedspan.report.canvas import save
+
     for name, draw in figures.items():
         for kind in dict.fromkeys(kinds or [Format.png]):
             save(draw, where / f"{name}.{kind.value}")
-    say(f"Figures and subspace.json: {where}")
 
 
 def refreshed(simulation: Simulation) -> Coordinates:

@@ -37,6 +37,7 @@ def found(name: str, root: str | None) -> str:
     """`yes` with the place, `no`, or nothing for sources that are not known by name."""
     from fedspan.data.catalog import KNOWN
     from fedspan.data.files import find_idx
+    from fedspan.data.matlab import find_svhn
 
     if name == "digits":
         return "yes (bundled)"
@@ -45,7 +46,8 @@ def found(name: str, root: str | None) -> str:
     base = root or os.environ.get("FEDSPAN_DATA")
     places = [Path(base).expanduser() / name] if base else []
     for place in [*places, *(Path(p) for p in KNOWN[name].folders)]:
-        if place.is_dir() and (any(place.glob("train*.parquet")) or find_idx(place)):
+        held = any(place.glob("train*.parquet")) or find_idx(place) or (KNOWN[name].mat and find_svhn(place))
+        if place.is_dir() and held:
             return f"yes ({place})"
     return "no"
 

@@ -34,7 +34,9 @@ class Known:
     class_names: tuple[str, ...]
     coarse_names: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
+    hub_config: str | None = None
     leaf: bool = False  # may also come as LEAF's JSON files
+    mat: bool = False  # may also come as MATLAB files of cropped digits
 
 
 KNOWN: dict[str, Known] = {
@@ -68,6 +70,15 @@ KNOWN: dict[str, Known] = {
         class_names=tuple(str(i) for i in range(100)),
         coarse_names=tuple(_SUPERCLASSES.split(", ")),
     ),
+    "svhn": Known(
+        hub="ufldl-stanford/svhn",
+        hub_config="cropped_digits",
+        shape=(3, 32, 32),
+        mean=(0.4377, 0.4438, 0.4728),
+        std=(0.1980, 0.2010, 0.1970),
+        class_names=tuple("0123456789"),
+        mat=True,
+    ),
     "femnist": Known(
         hub="flwrlabs/femnist",
         shape=(1, 28, 28),
@@ -84,6 +95,7 @@ SOURCES: dict[str, str] = {
     "fashion-mnist": "70,000 pictures of clothes of 28x28 pixels (parquet or IDX files)",
     "cifar10": "colour pictures of 32x32 pixels, 10 classes (parquet)",
     "cifar100": "colour pictures of 32x32 pixels, 100 classes in 20 superclasses (parquet)",
+    "svhn": "99,289 house numbers, colour pictures of 32x32 pixels, 10 digits (train_32x32.mat, .npz or parquet)",
     "femnist": "814,000 handwritten characters of 28x28 pixels by 3,600 writers, 62 classes (parquet or LEAF's JSON)",
     "OWNER/NAME": "a data set of the Hugging Face hub, read through its `datasets` library",
     "PATH.parquet": "a table with an image column, or with numeric columns, and a label column",

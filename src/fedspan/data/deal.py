@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,18 +102,23 @@ def dirichlet_clients(
     return held
 
 
-def pathological(rows: Index, y: Index, clients: int, rng: np.random.Generator, classes_per_client: int) -> list[Index]:
-    """Each client takes the classes fewest others hold, ties by lot; its holders share a class's rows equally."""
+def pathological(
+    rows: Index, y: Index, clients: int, rng: np.random.Generator, classes_per_client: int | Sequence[int]
+) -> list[Index]:
+    """Each client takes the classes fewest others hold, ties by lot; its holders share a class's rows equally.
+
+    Of a list of numbers of classes, client k takes number k, beginning again at its end.
+    """
     labels = np.unique(y)
-    if classes_per_client > len(labels):
+    counts = [classes_per_client] if isinstance(classes_per_client, int) else list(classes_per_client)
+    if max(counts) > len(labels):
         raise DataError(
-            f"Partition: classes_per_client must be at most the {len(labels)} classes in the data."
-            f" Got {classes_per_client}."
+            f"Partition: classes_per_client must be at most the {len(labels)} classes in the data. Got {max(counts)}."
         )
     used = np.zeros(len(labels), np.int64)
     holders: list[list[int]] = [[] for _ in labels]
     for k in range(clients):
-        for j in np.lexsort((rng.random(len(labels)), used))[:classes_per_client]:
+        for j in np.lexsort((rng.random(len(labels)), used))[: counts[k % len(counts)]]:
             used[j] += 1
             holders[j].append(k)
     pieces: list[list[Index]] = [[] for _ in range(clients)]
@@ -173,16 +179,21 @@ def grouped(rows: Index, group_of_row: Index, group_of_client: Index, rng: np.ra
     return held
 
 
-def permutations(n: int, classes: int, rng: np.random.Generator) -> Index:
-    """n random namings of the classes, different from one another as long as there are enough of them. [n, classes]"""
+def permutations(n: int, classes: int, rng: np.random.Generator, own: Sequence[int] | None = None) -> Index:
+    """n random namings of the classes, different from one another as long as there are enough of them. [n, classes]
+
+    Of client k with only `own[k]` classes, just these change names among themselves.
+    """
     seen: set[tuple[int, ...]] = set()
     rows: list[Index] = []
-    for _ in range(n):
-        order = rng.permutation(classes)
+    for k in range(n):
+        count = classes if own is None else own[k]
+        rest = np.arange(count, classes)
+        order = np.append(rng.permutation(count), rest)
         for _ in range(100):
             if tuple(order) not in seen:
                 break
-            order = rng.permutation(classes)
+            order = np.append(rng.permutation(count), rest)
         seen.add(tuple(order))
         rows.append(order)
     return np.stack(rows)

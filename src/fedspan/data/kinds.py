@@ -27,7 +27,8 @@ PARTITIONS: dict[str, Kind] = {
         {"alpha": 0.5, "samples_per_client": None},
     ),
     "pathological": Kind(
-        "each client holds classes_per_client classes, all classes used alike", {"classes_per_client": 2}
+        "each client holds classes_per_client classes (a list: in turn), all classes used alike",
+        {"classes_per_client": 2},
     ),
     "shards": Kind("sorted by label, cut, and shards_per_client shards dealt to each client", {"shards_per_client": 2}),
     "natural": Kind(
@@ -36,7 +37,7 @@ PARTITIONS: dict[str, Kind] = {
     ),
     "permuted-groups": Kind("IID, but every group of clients names the classes by its own permutation", {"groups": 4}),
     "permuted-clients": Kind(
-        "every client names the classes by its own permutation, on top of an iid or dirichlet base",
+        "the very split of an iid or dirichlet base, but every client names the classes by its own permutation",
         {"base": "iid", "alpha": 0.5, "min_samples": 10},
     ),
     "label-groups": Kind(
@@ -44,11 +45,13 @@ PARTITIONS: dict[str, Kind] = {
         {"groups": None},
     ),
     "domains": Kind(
-        "each client holds one domain, labels renumbered inside it and permuted per client; 4 clients per domain",
-        {"permute": True},
+        "each client holds one domain (the source's, or lists of classes), labels renumbered inside it and permuted"
+        " per client; 4 clients per domain",
+        {"permute": True, "domains": None},
     ),
 }
 _OWN_COUNT = {"natural", "domains"}  # kinds that know how many clients there are
+SPLITS = ("client", "global", "common")
 
 
 def check_partition(
@@ -68,13 +71,15 @@ def check_partition(
         raise ConfigError(f"Partition: unknown kind {str(kind)[:60]!r}.{nearest(str(kind)[:60], PARTITIONS)}")
     if not (clients is None and kind in _OWN_COUNT):
         _integer("clients", clients)
-    if split not in ("client", "global"):
-        raise ConfigError(f"Partition: split must be 'client' or 'global'. Got {split!r}.")
+    if split not in SPLITS:
+        raise ConfigError(f"Partition: split must be 'client', 'global' or 'common'. Got {split!r}.")
     for name, value in (("validation", validation), ("test", test)):
         if not _is_number(value) or not 0 <= value < 1:
             raise ConfigError(f"Partition: {name} must be a fraction in [0, 1). Got {value!r}.")
     if validation + (test if split == "client" else 0) >= 1:
         raise ConfigError(f"Partition: validation and test must leave room for training. Got {validation} and {test}.")
+    if split == "common" and test == 0:
+        raise ConfigError("Partition: split 'common' needs test above 0, the share that all are tested on. Got 0.")
     defaults = PARTITIONS[kind].options
     for name in options or {}:
         if name not in defaults:
@@ -82,7 +87,7 @@ def check_partition(
             raise ConfigError(f"Partition: kind '{kind}' has no option '{name[:60]}'.{hint}")
     filled = {**defaults, **(options or {})}
     for name, value in filled.items():
-        if name in ("samples_per_client", "groups") and value is None and defaults[name] is None:
+        if name in ("samples_per_client", "groups", "domains") and value is None and defaults[name] is None:
             continue
         if name == "alpha":
             if not _is_number(value) or not 1e-6 <= value <= 1e6:
@@ -96,6 +101,20 @@ def check_partition(
         elif name == "permute":
             if not isinstance(value, bool):
                 raise ConfigError(f"Partition: permute must be true or false. Got {value!r}.")
+        elif name == "domains":
+            if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) and v for v in value):
+                raise ConfigError(
+                    'Partition: domains must be a list of texts, each the classes of one domain, e.g. ["0-3", "4 + 7"]'
+                    f" or names of classes or superclasses. Got {str(value)[:60]!r}."
+                )
+        elif name == "classes_per_client" and isinstance(value, list | tuple):
+            if not value or (clients is not None and len(value) > clients):
+                raise ConfigError(
+                    f"Partition: classes_per_client must be an integer >= 1, or a list of 1 to {clients} of them (one"
+                    f" per client, in turn). Got {len(value)} values."
+                )
+            for each in value:
+                _integer("classes_per_client", each)
         else:
             _integer(name, value)
     if filled.get("groups") is not None and clients is not None and filled["groups"] > clients:

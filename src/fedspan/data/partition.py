@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fedspan.data import deal
+from fedspan.data.domains import domains_of_classes
 from fedspan.data.federated import FederatedData, Index, split
 from fedspan.data.kinds import PARTITIONS, check_partition
 from fedspan.data.pool import Source
@@ -43,7 +44,9 @@ def partition(
 
     `split="client"` merges the source's train and test files and splits inside each client; `split="global"` divides
     the train file, and the source's own test file is everyone's test set: of a client's own domain (kind `domains`),
-    or its own test file where the source has one per client (kind `natural`).
+    or its own test file where the source has one per client (kind `natural`). `split="common"` merges both files and
+    draws everyone's test set anew, the share `test` of every class. A test set held in common is judged in each
+    client's own naming of the classes (the protocol `global_test_local_labels`).
 
     Raises:
         ConfigError: for an unknown kind, an unknown option or a value that cannot be.
@@ -53,11 +56,15 @@ def partition(
     if split == "global" and len(source.test_rows) == 0:
         raise DataError(
             f"Partition: split='global' needs a source with its own test file. Got '{source.name}', which has"
-            " none; use split='client'."
+            " none; use split='client' or 'common'."
         )
     if kind == "domains":
+        if filled["domains"] is not None:
+            source = domains_of_classes(source, filled["domains"])
         source, clients = _domain_pool(source, clients)
-    rows = source.train_rows if split == "global" else np.arange(len(source), dtype=np.int64)
+    if split == "common":
+        source = replace(source, test_rows=_common_test(source, kind, seed, test))
+    rows = source.train_rows if split != "client" else np.arange(len(source), dtype=np.int64)
     dealt = _deal(source, kind, rows, clients, seed, filled)
     parts = [_split(h, i, seed, test if split == "client" else 0.0, validation) for i, h in enumerate(dealt.held)]
     return FederatedData(
@@ -79,7 +86,8 @@ _split = split  # `partition` has an argument of the same name
 
 
 def _deal(source: Source, kind: str, rows: Index, clients: int | None, seed: int, options: dict[str, Any]) -> _Deal:
-    rng = generator(seed, "partition", kind)
+    # Permuting the labels must not change who holds what: only so are standard and permuted runs comparable.
+    rng = generator(seed, "partition", options["base"] if kind == "permuted-clients" else kind)
     y: Index = source.y.numpy()[rows]
     if kind == "natural":
         if source.client is None:
@@ -118,7 +126,10 @@ def _deal(source: Source, kind: str, rows: Index, clients: int | None, seed: int
         assert source.domain is not None
         groups = numbers % len(source.domain_names)
         held = deal.grouped(rows, source.domain[rows], groups, rng)
-        namings = deal.permutations(clients, source.classes, generator(seed, "partition", kind, "names"))
+        y_all = source.y.numpy()
+        counts = [int(y_all[source.domain == d].max()) + 1 for d in range(len(source.domain_names))]
+        rng = generator(seed, "partition", kind, "names")
+        namings = deal.permutations(clients, source.classes, rng, [counts[g] for g in groups])
         names = [f"{source.domain_names[g]}-{k // len(source.domain_names)}" for k, g in enumerate(groups)]
         return _Deal(held, groups=groups, relabel=namings if options["permute"] else None, names=names)
     return _Deal(deal.iid(rows, clients, rng))
@@ -153,7 +164,8 @@ def _domain_pool(source: Source, clients: int | None) -> tuple[Source, int]:
     if source.domain is None:
         raise DataError(
             "Partition: kind 'domains' needs a source that knows domains (cifar100, an npz with an array 'domain', or a"
-            f" table with a column domain). Got '{source.name}'."
+            " table with a column domain), or lists of classes in the option domains."
+            f" Got '{source.name}'."
         )
     count = len(source.domain_names)
     clients = 4 * count if clients is None else clients
@@ -173,11 +185,29 @@ def _domain_pool(source: Source, clients: int | None) -> tuple[Source, int]:
     return replace(pool, y=torch.from_numpy(y), classes=classes, class_names=names), clients
 
 
+def _common_test(source: Source, kind: str, seed: int, share: float) -> Index:
+    """Rows of a test set drawn from all examples: of every class the same share, at least one of two or more."""
+    rng, y = generator(seed, "partition", "common"), source.y.numpy()
+    if kind == "domains" and source.domain is not None:  # there a label means another class in every domain
+        y = y + source.classes * source.domain
+    held = []
+    for label in np.unique(y):
+        own = rng.permutation(np.flatnonzero(y == label))
+        held.append(own[: max(min(1, len(own) - 1), min(round(share * len(own)), len(own) - 1))])
+    return np.sort(np.concatenate(held))
+
+
 def _global_test(source: Source, kind: str, dealt: _Deal) -> list[Index]:
     test = source.test_rows
     if kind == "domains":
         assert source.domain is not None and dealt.groups is not None
         per_domain = [test[source.domain[test] == d] for d in range(len(source.domain_names))]
+        for name, own in zip(source.domain_names, per_domain):
+            if len(own) == 0:
+                raise DataError(
+                    f"Partition: every domain must have test examples. Got none of '{name}' in the source's own test"
+                    " file; use split='common' or 'client'."
+                )
         return [per_domain[g] for g in dealt.groups]
     if kind == "natural" and source.client is not None and dealt.members is not None and source.client[test].min() >= 0:
         return [test[source.client[test] == m] for m in dealt.members]

@@ -74,7 +74,19 @@ def _summary(data: FederatedData) -> list[str]:
         lines.append(f"classes are named in {len(torch.unique(data.relabel, dim=0))} different ways")
     if data.groups is not None:
         lines.append(f"{len(torch.unique(data.groups))} true groups of clients")
+    lines.append(f"tested on: {judged_by(data)}")
     return lines
+
+
+def judged_by(data: FederatedData) -> str:
+    """Which examples the clients are judged by, in words."""
+    shared = {rows.tobytes() for rows in data.test}
+    labels = ", in each client's own labels (global_test_local_labels)" if data.relabel is not None else ""
+    if data.clients > 1 and len(shared) == 1:
+        return f"one test set for all{labels}"
+    if data.groups is not None and len(shared) == len(torch.unique(data.groups)) < data.clients:
+        return f"one test set for each group{labels}"
+    return "each client's own held-out examples"
 
 
 def text_picture(data: FederatedData, width: int = 80, height: int = 40) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedspan.data import files, leaf, tables
+from fedspan.data import files, leaf, matlab, tables
 from fedspan.data.catalog import KNOWN, SOURCES, Known
 from fedspan.data.parts import Part, join
 from fedspan.data.pool import Source, assemble
@@ -79,14 +79,14 @@ def _known(name: str, known: Known, root: str | Path | None, limit: int) -> tupl
     looked = [str(p) for p in places]
     if root is None:
         try:
-            train, test = tables.hub(known.hub)
+            train, test = tables.hub(known.hub, known.hub_config)
             return (
                 tables.table_part(train, limit, known.shape),
                 None if test is None else tables.table_part(test, limit, known.shape),
             )
         except DataError as error:
             looked.append(f"the Hugging Face cache ({error})")
-    also = "LEAF's .json" if known.leaf else "the IDX"
+    also = "LEAF's .json" if known.leaf else "train_32x32.mat and test_32x32.mat" if known.mat else "the IDX"
     raise DataError(
         f"Data: '{name}' was not found. Looked at: {', '.join(looked)}. Put train.parquet and test.parquet (or {also}"
         f" files) into ROOT/{name} and set data.root or $FEDSPAN_DATA to ROOT, or use source 'digits'."
@@ -107,6 +107,8 @@ def _folder(
         parts.append(join(pieces) if pieces else None)
     if parts[0] is not None:
         return parts[0], parts[1]
+    if known is not None and known.mat and (held := matlab.find_svhn(folder)):
+        return matlab.svhn_parts(held, limit)
     idx = files.find_idx(folder)
     if idx:
         return files.idx_parts(idx, limit)

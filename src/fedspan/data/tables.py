@@ -69,11 +69,11 @@ def parquet(path: Path, limit: int) -> Table:
     )
 
 
-def hub(name: str) -> tuple[Table, Table | None]:
-    """Train and test table of a hub data set, through the `datasets` library and its cache."""
+def hub(name: str, config: str | None = None) -> tuple[Table, Table | None]:
+    """Train and test table of a hub data set (of one of its configurations), through the `datasets` library."""
     datasets = need("datasets")
     try:
-        found = datasets.load_dataset(name)
+        found = datasets.load_dataset(name) if config is None else datasets.load_dataset(name, config)
     except Exception as error:  # no network, unknown name, gated: the library has its own kinds
         raise DataError(f"Data: '{name}' could not be had from the Hugging Face hub: {short(error)}.") from None
     if "train" not in found:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.models import checks
+from fedspan.models.resnet import NORMS, normalise
 
 # fc1's width per level; level 2 also keeps 16 channels in its second convolution.
 _LEVELS = {1: (32, 2000), 2: (16, 2000), 3: (32, 1000), 4: (32, 800), 5: (32, 500)}
@@ -32,20 +33,27 @@ class CNN(nn.Module):
 
     McMahan et al., AISTATS 2017, section 3 (there with padding); unpadded, as in PFLlib, it is the "4-layer CNN" of
     FedARA and the "two conv + two linear" of the pFL-MF paper: 1600 features after the pools for 3x32x32.
+
+    Args:
+        norm: "none", or "group" or "batch" after each convolution, which then has no bias. Models whose weights are
+            products of two vectors hardly start to train without one.
     """
 
-    def __init__(self, input_shape: tuple[int, ...], classes: int, *, padding: int = 0) -> None:
+    def __init__(self, input_shape: tuple[int, ...], classes: int, *, padding: int = 0, norm: str = "none") -> None:
         super().__init__()
         channels, pixels = _two_pools("cnn", input_shape, padding)
-        self.conv1 = nn.Conv2d(channels, 32, 5, padding=padding)
-        self.conv2 = nn.Conv2d(32, 64, 5, padding=padding)
+        checks.choice("cnn", "norm", norm, NORMS)
+        self.conv1 = nn.Conv2d(channels, 32, 5, padding=padding, bias=norm == "none")
+        self.norm1 = normalise(32, norm)
+        self.conv2 = nn.Conv2d(32, 64, 5, padding=padding, bias=norm == "none")
+        self.norm2 = normalise(64, norm)
         self.fc1 = nn.Linear(64 * pixels, 512)
         self.head = nn.Linear(512, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, channels, height, width] -> [B, classes]."""
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.max_pool2d(F.relu(self.norm1(self.conv1(x))), 2)
+        x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
         y: Tensor = self.head(F.relu(self.fc1(x.flatten(1))))
         return y
 

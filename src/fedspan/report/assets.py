@@ -46,6 +46,7 @@ th[aria-sort=descending] button::after{content:"\\00a0\\2193";opacity:1}
 td.best{color:var(--good);font-weight:700}
 .dot{display:inline-block;width:.72em;height:.72em;border-radius:50%;margin-right:.5em;border:1px solid #fff6}
 .figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,430px),1fr));gap:1rem}
+.figures.wide{grid-template-columns:repeat(auto-fill,minmax(min(100%,640px),1fr))}
 figure{margin:0;padding:1rem 1rem .8rem;background:#fff;color:#1b1f24;border-color:var(--line);min-width:0}
 figure svg{display:block;width:100%;height:auto}
 figure svg *{stroke-linejoin:round;stroke-linecap:butt}

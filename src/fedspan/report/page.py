@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _WORST = 10
 _SUBSPACES = 4
+_MATCHINGS = 4
 
 
 def write_page(runs: Sequence[Run], out: str | Path, title: str | None = None) -> Path:
@@ -98,7 +99,7 @@ def page(runs: Sequence[Run], title: str | None = None) -> str:
 <div class="figures">
 {_figures(runs, rows)}</div>
 </section>
-{_coordinates(groups)}<section>
+{_coordinates(groups)}{_matching(groups)}<section>
 <h2>Worst-served clients</h2>
 {_worst_clients(rows, groups)}</section>
 <section>
@@ -204,6 +205,40 @@ def _coordinates(groups: Sequence[Group]) -> str:
     return (
         "<section>\n<h2>The clients' coordinates</h2>\n<p>Every client's model in an orthonormal basis of the shared"
         f' subspace; near dots are near models.{more}</p>\n<div class="figures">\n{out}</div>\n</section>\n'
+    )
+
+
+def _matching(groups: Sequence[Group]) -> str:
+    """Who was matched with whom in Factorized-FL: one figure per setting, of its first seed."""
+
+    def name(g: Group) -> str:
+        method = g.runs[0].config.get("method")  # not the shown name, which may be a label of a table
+        return str(method.get("name", "")) if isinstance(method, dict) else g.runs[0].method
+
+    those = [g for g in groups if name(g).startswith("factorized-fl")]
+    if not those:
+        return ""
+    from fedspan.report import matching  # needs torch, which no other part of a page does
+
+    out = ""
+    for k, g in enumerate(those[:_MATCHINGS]):
+        try:
+            of = matching.matching(g.runs[0])
+            says = matching.sentence(of, matching.found_in(of))
+            label = f"Likeness and matches of the clients of {g.label}. {says}"
+            svg = inline_svg(lambda of=of: matching.matching_figure(of), label, f"m{k}")  # type: ignore[misc]
+        except Exception as e:  # a damaged checkpoint can fail anywhere, and must not cost the rest of the page
+            why = clean(without_paths(str(e) or type(e).__name__), 300)
+            out += f'<p class="note">No matches of {escape(g.label)}: {escape(why)}</p>\n'
+            continue
+        seed = f", seed {g.runs[0].seed}" if len(g.runs) > 1 else ""
+        head = f"<h3>{escape(g.label + seed)}</h3><p>{escape(says)}</p>"
+        out += f"<figure><figcaption>{head}</figcaption>\n{svg}</figure>\n"
+    more = f" The first {_MATCHINGS} of {len(those)} settings are shown." if len(those) > _MATCHINGS else ""
+    return (
+        "<section>\n<h2>Who learns from whom</h2>\n<p>How alike the server found the clients, and how often each (row)"
+        " received from each (column); darker is more, lines divide the true groups."
+        f'{more}</p>\n<div class="figures wide">\n{out}</div>\n</section>\n'
     )
 
 
