@@ -41,6 +41,13 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("lg-fedavg", {}),
     ("ditto", {"lam": 0.3}),
     ("oracle", {}),
+    ("cfl", {"start_round": 2, "eps_1": 10.0, "eps_2": 0.0}),
+    ("cfl", {"weighting": "samples", "private_head": True, "linkage": "single", "gamma_max": 0.2, "start_round": 1}),
+    ("per-fedavg", {}),
+    ("per-fedavg", {"variant": "hessian-free", "lr_inner": 0.05, "momentum": 0.5, "adapt": 2}),
+    ("per-fedavg", {"variant": "exact", "private_head": True, "adapt_unit": "epoch", "weight_decay": 0.01}),
+    ("fedfomo", {}),
+    ("fedfomo", {"models": 2, "private_head": True, "epsilon": 0.5, "momentum": 0.5}),
     ("pfl-mf", {"rank": 3}),
     ("pfl-mf", {"rank": 2, "factorise": "all", "v_steps": 3, "wire": "full", "server_step": "literal", "lr": 0.1}),
     (
@@ -206,7 +213,8 @@ def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> N
             assert_close(before.personal(i)[1], after.personal(i)[1], 1e-7)
     else:
         for sim in (before, after):
-            sim.record.server.pop("C", None)  # a statistic of who was there, not a parameter
+            for name in ("C", "seen"):  # statistics of who was there, not parameters
+                sim.record.server.pop(name, None)
         assert_close(state(before), state(after))
 
 

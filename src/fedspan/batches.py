@@ -42,7 +42,13 @@ class All:
 
 @dataclass(frozen=True)
 class Validation:
-    """One pass over the client's validation part in its own order."""
+    """One pass over the client's validation part in its own order.
+
+    With a `share` it is that part of the training data instead, the same in every round, and the other streams of the
+    plan leave it out: for methods that hold out examples themselves, whatever the partition sets aside for the user.
+    """
+
+    share: float | None = None
 
 
 Amount: TypeAlias = Epochs | Steps | All | Validation
@@ -129,6 +135,13 @@ class Batches:
         """The first k of them."""
         return Batches(self.x, self.y, self.rows[:k], self.key, self.relabel, self.mapped)
 
+    def shifted(self, by: int) -> Batches:
+        """The same minibatches starting `by` later, the first ones at the end; empty ones stay at the end."""
+        live = (self.rows >= 0).any(1)
+        turned = (torch.arange(len(self.rows)) + by) % live.sum().clamp_min(1)
+        rows = torch.where(live[:, None], self.rows[turned], self.rows)
+        return Batches(self.x, self.y, rows, self.key, self.relabel, self.mapped)
+
     def whole(self) -> Batch:
         """All of them as one batch."""
         row = self.rows.reshape(-1)
@@ -154,6 +167,9 @@ def draw(
         drop_last: for batch normalisation: leave out a last batch that is not full (unless it is the only one), and
             never make a batch of one example; a client that has only one takes no steps.
     """
+    share = next((a.share for a in plan.values() if isinstance(a, Validation) and a.share is not None), None)
+    if share is not None:
+        train, validation = _hold_out(train, share, seed, client)
     n = len(train)
     width = n if batch_size is None else min(batch_size, n)
     per_pass = (n // width if width > 1 else 0) if drop_last else -(-n // width)
@@ -177,7 +193,7 @@ def draw(
                 streams[name] = shuffled(number)
             case All():
                 streams[name] = _no_single(rows_of(train, width)) if drop_last else rows_of(train, width)
-            case Validation():
+            case Validation(_):
                 if len(validation) == 0:
                     raise ConfigError(
                         f"Batches: client {client} has no validation examples, which stream '{name}' needs."
@@ -185,6 +201,15 @@ def draw(
                     )
                 streams[name] = rows_of(validation, min(batch_size or len(validation), len(validation)))
     return streams
+
+
+def _hold_out(train: Index, share: float, seed: int, client: int) -> tuple[Index, Index]:
+    """Training rows without a share of them, and that share, at least one; a lone example serves as both."""
+    if len(train) < 2:
+        return train, train
+    shuffled = generator(seed, "validation", client).permutation(train)
+    n = min(max(1, round(len(train) * share)), len(train) - 1)
+    return np.sort(shuffled[n:]), np.sort(shuffled[:n])
 
 
 def rows_of(index: Index, width: int) -> Index:

@@ -27,7 +27,22 @@ def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
         return grad(lambda p: loss(p, batch))(params)
     at = tree.map(lambda p: p.detach().requires_grad_(), params)
     with torch.enable_grad():
-        grads = iter(torch.autograd.grad(loss(at, batch), tree.leaves(at), allow_unused=True, materialize_grads=True))
+        return _slopes(loss(at, batch), at)
+
+
+def hessian_product(loss: Loss, params: Any, direction: Any, batch: Batch) -> Any:
+    """∇²loss(params) · direction on one batch, by differentiating ⟨∇loss, direction⟩."""
+    if batch.mapped:
+        return grad(lambda p: tree.dot(grad(lambda q: loss(q, batch))(p), direction))(params)
+    at = tree.map(lambda p: p.detach().requires_grad_(), params)
+    with torch.enable_grad():
+        return _slopes(tree.dot(_slopes(loss(at, batch), at, again=True), direction), at)
+
+
+def _slopes(value: Tensor, at: Any, again: bool = False) -> Any:
+    """∂value/∂at by ordinary autograd; with `again` the result can be differentiated itself."""
+    leaves = tree.leaves(at)
+    grads = iter(torch.autograd.grad(value, leaves, create_graph=again, allow_unused=True, materialize_grads=True))
     return tree.map(lambda _: next(grads), at)
 
 

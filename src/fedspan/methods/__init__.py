@@ -7,13 +7,16 @@ from typing import Any
 from fedspan.config_types import build_dataclass
 from fedspan.errors import ConfigError, nearest
 from fedspan.method import Method
+from fedspan.methods.cfl import Cfl
 from fedspan.methods.ditto import Ditto
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
+from fedspan.methods.fedfomo import FedFomo
 from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedrep import FedRep
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
+from fedspan.methods.per_fedavg import PerFedAvg
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
 
 METHODS: dict[str, type[Method]] = {
@@ -26,6 +29,9 @@ METHODS: dict[str, type[Method]] = {
     "lg-fedavg": LgFedAvg,
     "ditto": Ditto,
     "oracle": Oracle,
+    "cfl": Cfl,
+    "per-fedavg": PerFedAvg,
+    "fedfomo": FedFomo,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -50,15 +56,18 @@ def name_of(method: Method) -> str:
 
 __all__ = [
     "METHODS",
+    "Cfl",
     "Ditto",
     "FedAvg",
     "FedBabu",
+    "FedFomo",
     "FedPer",
     "FedProx",
     "FedRep",
     "LgFedAvg",
     "Local",
     "Oracle",
+    "PerFedAvg",
     "PflMf",
     "PflMfJoint",
     "PflMfPaper",
