@@ -47,6 +47,8 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("per-fedavg", {"variant": "hessian-free", "lr_inner": 0.05, "momentum": 0.5, "adapt": 2}),
     ("per-fedavg", {"variant": "exact", "private_head": True, "adapt_unit": "epoch", "weight_decay": 0.01}),
     ("fedfomo", {}),
+    ("apfl", {"momentum": 0.5}),
+    ("apfl", {"mix": "logits", "alpha_every": "step", "alpha_decay": 0.02, "private_head": True}),
     ("fedfomo", {"models": 2, "private_head": True, "epsilon": 0.5, "momentum": 0.5}),
     ("pfl-mf", {"rank": 3}),
     ("pfl-mf", {"rank": 2, "factorise": "all", "v_steps": 3, "wire": "full", "server_step": "literal", "lr": 0.1}),

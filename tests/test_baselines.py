@@ -7,6 +7,8 @@
   tends to it as delta tends to 0; exact = derivative of f(w - alpha grad f(w)); adaptation = SGD steps.
 * FedFOMO: M = 0 = Local on the data that are not held out; identical models change nothing; weights add up to 1 or 0;
   the server sends the models of largest affinity, never a client's own.
+* APFL: alpha = 1 fixed: v = Local; alpha = 0 fixed: the personal model is FedAvg's and v never moves; the way of w does
+  not depend on alpha; alpha takes the step of its derivative.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree
 from fedspan.batches import Batch, Batches, Epochs, Validation, draw
 from fedspan.data.federated import FederatedData
+from fedspan.errors import ConfigError
 from fedspan.local import gradient, hessian_product
 from fedspan.method import Round
-from fedspan.methods import Cfl, FedAvg, FedFomo, Local, PerFedAvg
+from fedspan.methods import Apfl, Cfl, FedAvg, FedFomo, Local, PerFedAvg
 from fedspan.settings import Settings
 from fedspan.simulate import Simulation
 from fedspan.task import Task
@@ -307,3 +310,66 @@ def test_fedfomo_explores_as_often_as_it_says_and_stops() -> None:
     fading = FedFomo(models=3, epsilon=0.4, epsilon_decay=0.1)
     assert fading.chosen(server, torch.tensor([29]), 5).tolist() == [[0, 1, 2]]
     assert any(fading.chosen(server, torch.tensor([i]), 1).max() > 3 for i in range(10, 30))
+
+
+# ------------------------------------------------------------------------------------------------ APFL
+
+MIX = pytest.mark.parametrize("mix", ["params", "logits"])
+
+
+def fixed(alpha: float, mix: Any, **fields: Any) -> Apfl:
+    return Apfl(alpha=alpha, adaptive=False, mix=mix, **fields)
+
+
+@MAPPING
+@MIX
+def test_apfl_all_local_is_local(mapping: str, mix: Any) -> None:
+    sim, local = run(fixed(1.0, mix, **STEPS), mapping=mapping), run(Local(**STEPS), mapping=mapping)
+    for i in range(7):
+        assert_close(sim.record.row(i)["v"], models(local)[str(i)])
+    if mix == "params":
+        assert_close(models(sim), models(local))
+
+
+@MAPPING
+@MIX
+def test_apfl_all_global_is_fedavg_and_leaves_v_alone(mapping: str, mix: Any) -> None:
+    steps = {"lr": 0.1, "momentum": 0.9}
+    sim, fedavg = run(fixed(0.0, mix, **steps), mapping=mapping), run(FedAvg(**steps), mapping=mapping)
+    for i in range(7):
+        assert_same(sim.record.row(i)["v"], make_task().init())
+        assert_close(sim.personal(i)[1] if mix == "params" else sim.personal(i)[1]["w"], models(fedavg)[str(i)])
+
+
+@MIX
+@pytest.mark.parametrize("every", ["round", "step"])
+def test_apfl_global_model_does_not_depend_on_alpha(mix: Any, every: Any) -> None:
+    method = Apfl(lr=0.1, weight_decay=0.01, alpha=0.7, mix=mix, alpha_every=every)
+    sim = run(method)
+    assert_close(sim.record.server, run(FedAvg(lr=0.1, weight_decay=0.01)).record.server)
+    assert any(abs(float(sim.record.row(i)["alpha"]) - 0.7) > 1e-4 for i in range(7))
+
+
+@MAPPING
+@pytest.mark.parametrize("every", ["round", "step"])
+def test_apfl_alpha_takes_the_step_of_its_derivative(mapping: str, every: Any) -> None:
+    method = Apfl(lr=0.2, lr_alpha=3.0, alpha=0.6, alpha_every=every, alpha_decay=0.02)
+    after = run(method, rounds=2, participation=1.0, mapping=mapping, batch_size="full", epochs=1)
+    first = run(method, rounds=1, participation=1.0, mapping=mapping, batch_size="full", epochs=1)
+    task, w = make_task(), first.record.server["theta"]
+    for i in range(7):
+        row = first.record.row(i)
+        v, alpha = row["v"], float(row["alpha"])
+        bar = tree.map(lambda a, b, s=alpha: (s * a + (1 - s) * b).requires_grad_(), v, w)
+        x, y = after.data.x[torch.from_numpy(after.data.train[i])], after.data.labels(i, "train")
+        g = torch.autograd.grad(nn.functional.cross_entropy(task.predict(bar, x), y), list(bar.values()))
+        slope = sum(float(((v[k] - w[k]) * a).sum()) for k, a in zip(bar, g))
+        new = min(1.0, max(0.0, alpha - 3.0 * (slope + 0.02 * alpha)))
+        assert float(after.record.row(i)["alpha"]) == pytest.approx(new, abs=1e-12)
+
+
+def test_apfl_refuses_to_move_alpha_within_a_momentum() -> None:
+    with pytest.raises(ConfigError, match="alpha_every must be 'round' with momentum"):
+        Apfl(alpha_every="step", momentum=0.9)
+    with pytest.raises(ConfigError, match=r"alpha must be a number in \[0, 1\]. Got 1.5"):
+        Apfl(alpha=1.5)

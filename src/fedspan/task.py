@@ -164,8 +164,11 @@ class Task:
 
     def loss(self, params: Params, batch: Batch) -> Tensor:
         """Mean training loss over the examples of a batch; 0 for an empty one."""
-        out = self._call(self.module, params, batch.x, batch.key if self._dropouts else None)
-        return batch.mean(self.example_loss(out, batch.y))
+        return batch.mean(self.example_loss(self.output(params, batch), batch.y))
+
+    def output(self, params: Params, batch: Batch) -> Tensor:
+        """Outputs in training mode."""
+        return self._call(self.module, params, batch.x, batch.key if self._dropouts else None)
 
     def sgd_step(self, params: Params, batch: Batch, lr: float, fresh: bool) -> Params | None:
         """One plain SGD step on the loss with the step of linear layers fused into their backward pass.

@@ -7,6 +7,7 @@ from typing import Any
 from fedspan.config_types import build_dataclass
 from fedspan.errors import ConfigError, nearest
 from fedspan.method import Method
+from fedspan.methods.apfl import Apfl
 from fedspan.methods.cfl import Cfl
 from fedspan.methods.ditto import Ditto
 from fedspan.methods.fedavg import FedAvg, FedProx
@@ -32,6 +33,7 @@ METHODS: dict[str, type[Method]] = {
     "cfl": Cfl,
     "per-fedavg": PerFedAvg,
     "fedfomo": FedFomo,
+    "apfl": Apfl,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -56,6 +58,7 @@ def name_of(method: Method) -> str:
 
 __all__ = [
     "METHODS",
+    "Apfl",
     "Cfl",
     "Ditto",
     "FedAvg",

@@ -40,7 +40,7 @@ class FedFomo(Sharing):
         super().__post_init__()
         self.count("models")
         self.require("validation", 0.0, 1.0)
-        self.require("epsilon", 0.0, 1.0 + 1e-9, allow_zero=True)
+        self.fraction("epsilon")
         self.require("epsilon_decay", 0.0, allow_zero=True)
 
     def plan(self) -> Mapping[str, Amount]:
