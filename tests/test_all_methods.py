@@ -48,6 +48,10 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("per-fedavg", {"variant": "exact", "private_head": True, "adapt_unit": "epoch", "weight_decay": 0.01}),
     ("fedfomo", {}),
     ("apfl", {"momentum": 0.5}),
+    ("fedalt", {"v_epochs": 2, "l2": 0.1, "server_momentum": 0.5, "server_lr": 0.9}),
+    ("fedalt", {"stateful": False, "v_steps": 3, "server_optimizer": "adam", "server_lr": 0.05}),
+    ("fedsim", {"momentum": 0.5}),
+    ("fedsim", {"l2": 0.1, "l2_towards": "start", "weighting": "uniform"}),
     ("apfl", {"mix": "logits", "alpha_every": "step", "alpha_decay": 0.02, "private_head": True}),
     ("fedfomo", {"models": 2, "private_head": True, "epsilon": 0.5, "momentum": 0.5}),
     ("pfl-mf", {"rank": 3}),
@@ -215,7 +219,7 @@ def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> N
             assert_close(before.personal(i)[1], after.personal(i)[1], 1e-7)
     else:
         for sim in (before, after):
-            for name in ("C", "seen"):  # statistics of who was there, not parameters
+            for name in ("C", "seen", "steps"):  # statistics of who was there, not parameters
                 sim.record.server.pop(name, None)
         assert_close(state(before), state(after))
 

@@ -9,6 +9,8 @@
   the server sends the models of largest affinity, never a client's own.
 * APFL: alpha = 1 fixed: v = Local; alpha = 0 fixed: the personal model is FedAvg's and v never moves; the way of w does
   not depend on alpha; alpha takes the step of its derivative.
+* FedSim with a plain server = FedPer; FedAlt = FedRep with the same epochs, = FedBABU without tuning where v takes no
+  steps; server momentum and Adam are those of torch.optim; the l2 term is part of the loss; stateless = fitted at use.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.local import gradient, hessian_product
 from fedspan.method import Round
-from fedspan.methods import Apfl, Cfl, FedAvg, FedFomo, Local, PerFedAvg
+from fedspan.methods import Apfl, Cfl, FedAlt, FedAvg, FedBabu, FedFomo, FedPer, FedRep, FedSim, Local, PerFedAvg
 from fedspan.settings import Settings
 from fedspan.simulate import Simulation
 from fedspan.task import Task
@@ -373,3 +375,74 @@ def test_apfl_refuses_to_move_alpha_within_a_momentum() -> None:
         Apfl(alpha_every="step", momentum=0.9)
     with pytest.raises(ConfigError, match=r"alpha must be a number in \[0, 1\]. Got 1.5"):
         Apfl(alpha=1.5)
+
+
+# ------------------------------------------------------------------------------------------------ FedAlt and FedSim
+
+
+@MAPPING
+@pytest.mark.parametrize("layers", [(), ("0.",), ("2.", "4.bias")])
+def test_fedsim_with_a_plain_server_is_fedper(mapping: str, layers: tuple[str, ...]) -> None:
+    same_models(FedSim(personal_layers=layers, **STEPS), FedPer(personal_layers=layers, **STEPS), mapping=mapping)
+
+
+@MAPPING
+@pytest.mark.parametrize(("v", "u"), [(2, 1), (1, 3), (0, 2)])
+def test_fedalt_is_fedrep_with_the_same_epochs(mapping: str, v: int, u: int) -> None:
+    rep = FedRep(head_epochs=v, body_epochs=u, weighting="samples", **STEPS)
+    same_models(FedAlt(v_epochs=v, u_epochs=u, **STEPS), rep, mapping=mapping)
+    if v == 0:
+        same_models(FedAlt(v_epochs=0, **STEPS), FedBabu(finetune_epochs=0, **STEPS), mapping=mapping)
+
+
+def test_fedalt_stops_v_after_so_many_steps() -> None:
+    a, b = (run(FedAlt(v_epochs=2, v_steps=k, lr=0.1), batch_size=4) for k in (1, 10_000))
+    assert_close(models(b), models(run(FedAlt(v_epochs=2, lr=0.1), batch_size=4)))
+    one = run(FedAlt(v_epochs=1, u_epochs=0, v_steps=1, lr=0.1), rounds=1, batch_size="full", participation=1.0)
+    assert_close(models(one), models(run(FedAlt(v_epochs=1, u_epochs=0, lr=0.1), rounds=1, batch_size="full",
+                                         participation=1.0)))  # fmt: skip
+    assert tree.digest(models(a)) != tree.digest(models(b))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_fedsim_server_steps_are_those_of_torch(kind: Any) -> None:
+    options = {"lr": 0.1, "server_optimizer": kind, "server_lr": 0.07, "server_momentum": 0.9 if kind == "sgd" else 0.0}
+    sims = [run(FedSim(**options), rounds=r, participation=1.0) for r in range(4)]
+    u = [tree.ravel(s.record.server["theta"]) for s in sims]
+    p = u[0].clone().requires_grad_()
+    made = torch.optim.SGD([p], 0.07, momentum=0.9) if kind == "sgd" else torch.optim.Adam([p], 0.07)
+    for r in range(3):
+
+        class Sees(FedSim):
+            def server_update(self, server: Tree, round: Round, r: int = r) -> Tree:
+                if round.round == r + 1:
+                    p.grad = tree.ravel(tree.sub(server["theta"], round.mean["theta"]))
+                return super().server_update(server, round)
+
+        run(Sees(**options), rounds=r + 1, participation=1.0)
+        made.step()
+        assert_close(p.detach(), u[r + 1])
+
+
+@pytest.mark.parametrize("towards", ["zero", "start"])
+def test_fedsim_l2_term_is_part_of_the_loss(towards: Any) -> None:
+    method = FedSim(lr=0.1, l2=0.7, l2_towards=towards)
+    sim = run(method, rounds=1, participation=1.0, batch_size="full", epochs=1)
+    plain = run(FedSim(lr=0.1), rounds=1, participation=1.0, batch_size="full", epochs=1)
+    task = make_task()
+    head = tree.select(task.init(), task.head)
+    pull = tree.map(lambda a: a * 0 if towards == "start" else 0.1 * 0.7 * a, head)
+    assert_close(sim.record.row(3)["h"], tree.sub(plain.record.row(3)["h"], pull))
+    assert_close(sim.record.server["theta"], plain.record.server["theta"])
+
+
+@MAPPING
+def test_stateless_fedalt_fits_v_when_it_is_used(mapping: str) -> None:
+    sim = run(FedAlt(stateful=False, v_epochs=2, lr=0.1), mapping=mapping)
+    assert all(not tree.leaves(sim.record.row(i)) for i in range(7))
+    u = sim.record.server["theta"]
+    task = make_task()
+    rep = FedRep(head_epochs=2, body_epochs=0, lr=0.1)
+    stream = sim.engine._visit(0, 3, {"head": Epochs(2), "body": Epochs(0)}, {})[0]
+    head = rep.client_update(task, {"h": tree.select(task.init(), task.head)}, {"theta": u}, stream)[0]["h"]
+    assert_close(models(sim)["0"], u | head)

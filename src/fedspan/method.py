@@ -326,3 +326,23 @@ class Sharing(Averaging):
         """Shared and private part together."""
         params = down["theta"] | client["h"]
         return task.estimate_statistics(params, visit["all"]) if "all" in visit.batches else params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered(Sharing):
+    """The private part is the head, or the layers that are named."""
+
+    private_head: bool = True
+    personal_layers: tuple[str, ...] = ()
+
+    def private(self, task: Task) -> list[str]:
+        """The head, or the layers named."""
+        if not self.personal_layers:
+            return super().private(task)
+        names = [k for k in task.names if k.startswith(self.personal_layers)]
+        if not names:
+            raise ConfigError(
+                f"{type(self).__name__}: personal_layers must begin the name of a parameter. Got"
+                f" {list(self.personal_layers)}; the model has {', '.join(task.names)}."
+            )
+        return names

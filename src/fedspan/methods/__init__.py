@@ -10,6 +10,7 @@ from fedspan.method import Method
 from fedspan.methods.apfl import Apfl
 from fedspan.methods.cfl import Cfl
 from fedspan.methods.ditto import Ditto
+from fedspan.methods.fedalt import FedAlt, FedSim
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
 from fedspan.methods.fedfomo import FedFomo
@@ -34,6 +35,8 @@ METHODS: dict[str, type[Method]] = {
     "per-fedavg": PerFedAvg,
     "fedfomo": FedFomo,
     "apfl": Apfl,
+    "fedalt": FedAlt,
+    "fedsim": FedSim,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -61,12 +64,14 @@ __all__ = [
     "Apfl",
     "Cfl",
     "Ditto",
+    "FedAlt",
     "FedAvg",
     "FedBabu",
     "FedFomo",
     "FedPer",
     "FedProx",
     "FedRep",
+    "FedSim",
     "LgFedAvg",
     "Local",
     "Oracle",
