@@ -11,6 +11,8 @@
   not depend on alpha; alpha takes the step of its derivative.
 * FedSim with a plain server = FedPer; FedAlt = FedRep with the same epochs, = FedBABU without tuning where v takes no
   steps; server momentum and Adam are those of torch.optim; the l2 term is part of the loss; stateless = fitted at use.
+* pFedSim: warm-up all the time = FedAvg (= FedPer with private heads); no similarity = Local after the warm-up; rows of
+  the mixing matrix add up to 1; identical clients get equal weight.
 """
 
 from __future__ import annotations
@@ -31,7 +33,20 @@ from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.local import gradient, hessian_product
 from fedspan.method import Round
-from fedspan.methods import Apfl, Cfl, FedAlt, FedAvg, FedBabu, FedFomo, FedPer, FedRep, FedSim, Local, PerFedAvg
+from fedspan.methods import (
+    Apfl,
+    Cfl,
+    FedAlt,
+    FedAvg,
+    FedBabu,
+    FedFomo,
+    FedPer,
+    FedRep,
+    FedSim,
+    Local,
+    PerFedAvg,
+    PFedSim,
+)
 from fedspan.settings import Settings
 from fedspan.simulate import Simulation
 from fedspan.task import Task
@@ -446,3 +461,55 @@ def test_stateless_fedalt_fits_v_when_it_is_used(mapping: str) -> None:
     stream = sim.engine._visit(0, 3, {"head": Epochs(2), "body": Epochs(0)}, {})[0]
     head = rep.client_update(task, {"h": tree.select(task.init(), task.head)}, {"theta": u}, stream)[0]["h"]
     assert_close(models(sim)["0"], u | head)
+
+
+# ------------------------------------------------------------------------------------------------ pFedSim
+
+
+@MAPPING
+def test_pfedsim_in_its_warm_up_is_fedavg(mapping: str) -> None:
+    same_models(PFedSim(warmup_rounds=9, **STEPS), FedAvg(**STEPS), mapping=mapping)
+    same_models(PFedSim(warmup_rounds=9, private_head=True, **STEPS), FedPer(**STEPS), mapping=mapping)
+    # After the last round of the warm-up everybody still has that one model, sampled or not.
+    same_models(PFedSim(warmup_rounds=3, **STEPS), FedAvg(**STEPS), mapping=mapping)
+
+
+@MAPPING
+def test_pfedsim_of_clients_that_are_not_alike_is_local_after_the_warm_up(mapping: str) -> None:
+    class Alone(PFedSim):
+        def server_update(self, server: Tree, round: Round) -> Tree:
+            new = super().server_update(server, round)
+            return {**new, "S": torch.eye(7, dtype=torch.float64)}
+
+    sim = run(Alone(warmup_rounds=1, **STEPS), rounds=4, mapping=mapping)
+    warm = run(FedAvg(**STEPS), rounds=1, mapping=mapping).record.server["theta"]
+
+    class Later(Local):
+        def client_update(self, task: Task, client: Tree, down: Tree, visit: Any) -> Any:
+            if int(visit.round) == 1:
+                return client, super().client_update(task, client, down, visit)[1]
+            return super().client_update(task, client, down, visit)
+
+        def init_client(self, task: Task, who: Any) -> Tree:
+            return {"theta": warm}
+
+    assert_close(models(sim), models(run(Later(**STEPS), rounds=4, mapping=mapping)))
+    assert sim.record.progress.totals["announce"] == 7 * tree.nbytes(tree.select(warm, make_task().head))
+    assert sim.record.progress.names["down/h"] < sim.record.progress.names["up/h"]
+
+
+def test_pfedsim_mixing_rows_add_up_and_treat_equals_equally() -> None:
+    sim = run(PFedSim(warmup_rounds=1, lr=0.1), rounds=4, participation=1.0)
+    S = sim.record.server["S"]
+    heads = sim.record.server["h"]["4.weight"]
+    for i, j in ((0, 1), (2, 5)):
+        cosines = [float(nn.functional.cosine_similarity(heads[i, c], heads[j, c], dim=0)) for c in range(3)]
+        assert float(S[i, j]) == pytest.approx(max(0.0, np.mean(cosines)), abs=1e-12)
+    a = sim.method.mixing(S)
+    assert_close(a.sum(1), torch.ones(7, dtype=torch.float64))
+    assert float(a.min()) >= 0 and float(a[0, 2]) > float(a[0, 1])  # 0 and 2 name the classes alike
+    twins = torch.tensor([[1.0, 1.0, 0.2], [1.0, 1.0, 0.2], [0.2, 0.2, 1.0]])
+    b = sim.method.mixing(twins)
+    assert b[0, 0] == b[0, 1] and torch.isfinite(b).all()
+    assert float(b[2, 0] / b[2, 2]) == pytest.approx(np.log(0.8) / np.log(1 - 0.9999), rel=1e-3)
+    assert_close(sim.personal(3)[1]["0.bias"], a[3] @ sim.record.server["theta"]["0.bias"])

@@ -19,6 +19,7 @@ from fedspan.methods.fedrep import FedRep
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
+from fedspan.methods.pfedsim import PFedSim
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
 
 METHODS: dict[str, type[Method]] = {
@@ -37,6 +38,7 @@ METHODS: dict[str, type[Method]] = {
     "apfl": Apfl,
     "fedalt": FedAlt,
     "fedsim": FedSim,
+    "pfedsim": PFedSim,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -75,6 +77,7 @@ __all__ = [
     "LgFedAvg",
     "Local",
     "Oracle",
+    "PFedSim",
     "PerFedAvg",
     "PflMf",
     "PflMfJoint",
