@@ -15,6 +15,7 @@ from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
 from fedspan.methods.fedfomo import FedFomo
 from fedspan.methods.fedper import FedPer, LgFedAvg
+from fedspan.methods.fedproto import FedProto, FedTgp
 from fedspan.methods.fedrep import FedRep
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
@@ -39,6 +40,8 @@ METHODS: dict[str, type[Method]] = {
     "fedalt": FedAlt,
     "fedsim": FedSim,
     "pfedsim": PFedSim,
+    "fedproto": FedProto,
+    "fedtgp": FedTgp,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -71,9 +74,11 @@ __all__ = [
     "FedBabu",
     "FedFomo",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedSim",
+    "FedTgp",
     "LgFedAvg",
     "Local",
     "Oracle",
