@@ -54,6 +54,8 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("pfedsim", {"warmup_rounds": 1}),
     ("pfedsim", {"warmup_rounds": 2, "private_head": True, "momentum": 0.5}),
     ("pfedsim", {"warmup_rounds": 0}),
+    ("fedala", {"start_passes": 3}),
+    ("fedala", {"top": 3, "private_head": True, "momentum": 0.5, "start_passes": 12, "threshold": 0.01}),
     ("fedproto", {}),
     ("fedproto", {"weighting": "uniform", "predict_by": "prototype", "momentum": 0.5, "lam": 3.0}),
     ("fedtgp", {"server_epochs": 2}),

@@ -13,6 +13,8 @@
   steps; server momentum and Adam are those of torch.optim; the l2 term is part of the loss; stateless = fitted at use.
 * pFedSim: warm-up all the time = FedAvg (= FedPer with private heads); no similarity = Local after the warm-up; rows of
   the mixing matrix add up to 1; identical clients get equal weight.
+* FedALA: A = 1 frozen = FedAvg; A = 0 frozen for all tensors = Local; A stays in [0, 1] and takes the step of its
+  derivative; the first blend takes as many passes as it needs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 
 from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree
-from fedspan.batches import Batch, Batches, Epochs, Validation, draw
+from fedspan.batches import Batch, Batches, Epochs, Part, Validation, draw
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.local import gradient, hessian_product
@@ -36,6 +38,7 @@ from fedspan.method import Round
 from fedspan.methods import (
     Apfl,
     Cfl,
+    FedAla,
     FedAlt,
     FedAvg,
     FedBabu,
@@ -47,7 +50,7 @@ from fedspan.methods import (
     PerFedAvg,
     PFedSim,
 )
-from fedspan.settings import Settings
+from fedspan.settings import Settings, sample
 from fedspan.simulate import Simulation
 from fedspan.task import Task
 from fedspan.tree import Tree
@@ -513,3 +516,68 @@ def test_pfedsim_mixing_rows_add_up_and_treat_equals_equally() -> None:
     assert b[0, 0] == b[0, 1] and torch.isfinite(b).all()
     assert float(b[2, 0] / b[2, 2]) == pytest.approx(np.log(0.8) / np.log(1 - 0.9999), rel=1e-3)
     assert_close(sim.personal(3)[1]["0.bias"], a[3] @ sim.record.server["theta"]["0.bias"])
+
+
+# ------------------------------------------------------------------------------------------------ FedALA
+
+
+@MAPPING
+def test_fedala_with_frozen_weights_is_fedavg_or_local(mapping: str) -> None:
+    for top in (0, 2, 99):
+        same_models(FedAla(lr_a=0.0, top=top, start_passes=1, **STEPS), FedAvg(**STEPS), mapping=mapping)
+
+    class Stubborn(FedAla):
+        def init_client(self, task: Task, who: Any) -> Tree:
+            start = super().init_client(task, who)
+            return {**start, "A": tree.zeros_like(start["A"])}
+
+    same_models(Stubborn(lr_a=0.0, top=99, start_passes=1, **STEPS), Local(**STEPS), mapping=mapping)
+
+
+@MAPPING
+def test_fedala_weights_take_the_step_of_their_derivative_and_stay_in_bounds(mapping: str) -> None:
+    method = FedAla(lr=0.2, lr_a=50.0, top=3, share=1.0, start_passes=1)
+    options = {"participation": 1.0, "mapping": mapping, "batch_size": "full", "epochs": 1}
+    one, two = run(method, rounds=1, **options), run(method, rounds=2, **options)
+    task, new = make_task(), one.record.server["theta"]
+    names = ["2.bias", "4.weight", "4.bias"]
+    assert list(one.record.row(0)["A"]) == names
+    between = 0
+    for i in range(7):
+        own, A = one.record.row(i)["theta"], {k: torch.ones_like(new[k]).requires_grad_() for k in names}
+        assert_close(one.record.row(i)["A"], tree.detach(A))  # the models of the first round are the same
+        blend = {k: own[k] + (new[k] - own[k]) * A[k] for k in names}
+        x, y = two.data.x[torch.from_numpy(two.data.train[i])], two.data.labels(i, "train")
+        loss = nn.functional.cross_entropy(task.predict(new | blend, x), y)
+        for (k, a), g in zip(A.items(), torch.autograd.grad(loss, list(A.values()))):
+            found = two.record.row(i)["A"][k]
+            assert_close(found, (a - 50.0 * g).clamp(0, 1).detach())
+            between += int(((found > 0) & (found < 1)).sum())
+    assert between > 20
+
+
+@MAPPING
+def test_fedala_settles_its_first_blend_and_then_takes_one_pass(mapping: str) -> None:
+    def weights(passes: int, threshold: float, rounds: int) -> Tree:
+        method = FedAla(lr=0.2, lr_a=5.0, top=2, share=1.0, start_passes=passes, threshold=threshold)
+        sim = run(method, rounds=rounds, participation=1.0, mapping=mapping, batch_size="full", epochs=1)
+        return {str(i): sim.record.row(i)["A"] for i in range(7)}
+
+    # Any eleven losses agree within a wide threshold; none do within 0, so that the cap decides.
+    assert_close(weights(20, 99.0, 2), weights(11, 0.0, 2))
+    assert tree.digest(weights(14, 0.0, 2)) != tree.digest(weights(11, 0.0, 2))
+    sim = run(FedAla(lr=0.2, start_passes=12), rounds=2, participation=0.6, mapping=mapping)
+    fresh = {i for i in range(7) if bool(sim.record.row(i)["fresh"])}
+    assert fresh == set(range(7)) - set(sample(7, sim.settings, 5, 2))  # in round 1 nothing could differ yet
+
+
+def test_a_part_of_the_data_is_another_one_in_every_round() -> None:
+    rows = np.arange(10, 30)
+    some = [
+        draw(rows, rows[:0], {"p": Part(0.3)}, seed=0, round=t, client=1, batch_size=4, epochs=1)["p"] for t in (1, 2)
+    ]
+    for s in some:
+        assert s.shape == (2, 4) and len(set(s[s >= 0])) == 6 and set(s[s >= 0]) <= set(rows)
+    assert set(some[0].ravel()) != set(some[1].ravel())
+    none = draw(rows[:1], rows[:0], {"p": Part(0.0)}, seed=0, round=1, client=1, batch_size=4, epochs=1)["p"]
+    assert none.tolist() == [[10]]

@@ -6,6 +6,7 @@ of a round are prefixes of one sequence: a phase that is alone in one method and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -41,6 +42,13 @@ class All:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One pass over a random share of the training data, another one in every round."""
+
+    share: float
+
+
+@dataclass(frozen=True)
 class Validation:
     """One pass over the client's validation part in its own order.
 
@@ -51,7 +59,7 @@ class Validation:
     share: float | None = None
 
 
-Amount: TypeAlias = Epochs | Steps | All | Validation
+Amount: TypeAlias = Epochs | Steps | All | Part | Validation
 
 
 @dataclass(frozen=True)
@@ -167,9 +175,9 @@ def draw(
         drop_last: for batch normalisation: leave out a last batch that is not full (unless it is the only one), and
             never make a batch of one example; a client that has only one takes no steps.
     """
-    share = next((a.share for a in plan.values() if isinstance(a, Validation) and a.share is not None), None)
-    if share is not None:
-        train, validation = _hold_out(train, share, seed, client)
+    held = next((a.share for a in plan.values() if isinstance(a, Validation) and a.share is not None), None)
+    if held is not None:
+        train, validation = _hold_out(train, held, seed, client)
     n = len(train)
     width = n if batch_size is None else min(batch_size, n)
     per_pass = (n // width if width > 1 else 0) if drop_last else -(-n // width)
@@ -191,6 +199,9 @@ def draw(
                 streams[name] = shuffled(per_pass * (epochs if number is None else number))
             case Steps(number):
                 streams[name] = shuffled(number)
+            case Part(share):
+                some = generator(seed, "part", round, client).permutation(train)[: max(1, math.ceil(share * n - 1e-9))]
+                streams[name] = _no_single(rows_of(some, width)) if drop_last else rows_of(some, width)
             case All():
                 streams[name] = _no_single(rows_of(train, width)) if drop_last else rows_of(train, width)
             case Validation(_):

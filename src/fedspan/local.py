@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, grad_and_value
 
 from fedspan import tree
 from fedspan.batches import Batch, Batches
@@ -23,11 +23,18 @@ Step: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], "Tensor | 
 
 def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
     """∂loss/∂params on one batch, as a tree of the shape of `params`."""
+    return gradient_and_value(loss, params, batch)[0]
+
+
+def gradient_and_value(loss: Loss, params: Any, batch: Batch) -> tuple[Any, Tensor]:
+    """∂loss/∂params on one batch, and the loss itself."""
     if batch.mapped:
-        return grad(lambda p: loss(p, batch))(params)
+        both: tuple[Any, Tensor] = grad_and_value(lambda p: loss(p, batch))(params)
+        return both
     at = tree.map(lambda p: p.detach().requires_grad_(), params)
     with torch.enable_grad():
-        return _slopes(loss(at, batch), at)
+        value = loss(at, batch)
+        return _slopes(value, at), value.detach()
 
 
 def hessian_product(loss: Loss, params: Any, direction: Any, batch: Batch) -> Any:

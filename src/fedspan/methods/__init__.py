@@ -10,6 +10,7 @@ from fedspan.method import Method
 from fedspan.methods.apfl import Apfl
 from fedspan.methods.cfl import Cfl
 from fedspan.methods.ditto import Ditto
+from fedspan.methods.fedala import FedAla
 from fedspan.methods.fedalt import FedAlt, FedSim
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
@@ -42,6 +43,7 @@ METHODS: dict[str, type[Method]] = {
     "pfedsim": PFedSim,
     "fedproto": FedProto,
     "fedtgp": FedTgp,
+    "fedala": FedAla,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -69,6 +71,7 @@ __all__ = [
     "Apfl",
     "Cfl",
     "Ditto",
+    "FedAla",
     "FedAlt",
     "FedAvg",
     "FedBabu",
