@@ -29,6 +29,9 @@ def assert_close(a: object, b: object, tolerance: float = TOLERANCE) -> None:
     for path in x:
         p, q = x[path].detach(), y[path].detach()
         assert p.shape == q.shape, path
+        if p.dtype == torch.bool:
+            assert torch.equal(p, q), path
+            continue
         scale = max(1.0, float(p.abs().max()) if p.numel() else 1.0)
         gap = float((p - q).abs().max()) if p.numel() else 0.0
         assert gap <= tolerance * scale, f"{path}: {gap:.3e}"

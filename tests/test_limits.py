@@ -271,9 +271,7 @@ def test_ditto_with_a_large_lambda_stays_near_the_model_it_was_sent() -> None:
 # ------------------------------------------------------------------------------------------------ pFL-MF
 
 
-def starting(
-    base: type[PflMf], U: Callable[[Task], Tensor], v: Callable[[Task, int], Tensor], **fields: Any
-) -> PflMf:
+def starting(base: type[PflMf], U: Callable[[Task], Tensor], v: Callable[[Task, int], Tensor], **fields: Any) -> PflMf:
     """pFL-MF with a start of our own."""
 
     class Started(base):  # type: ignore[misc, valid-type]

@@ -19,10 +19,10 @@ from fedspan import tree, wire
 from fedspan.aggregate import Mean, cluster_mean, mix, weighted_mean, weighted_sum
 from fedspan.errors import ConfigError, Refused
 from fedspan.tree import Outer, Tree
-from fedspan.wire import Codec, Energy, Half, Sparse
+from fedspan.wire import Codec, Energy, Half, Rows, Sparse
 
 FAST = settings(deadline=None, max_examples=40, database=None)
-CODECS: list[Codec] = [Half(), Sparse(), Energy(0.9), Energy(0.5), Energy(1.0)]
+CODECS: list[Codec] = [Half(), Sparse(), Rows(), Energy(0.9), Energy(0.5), Energy(1.0)]
 CODEC = pytest.mark.parametrize("codec", CODECS, ids=str)
 
 
@@ -94,6 +94,13 @@ def test_sparse_sends_positions_or_a_bitmap_whichever_is_shorter(live: int, how:
     assert set(Sparse().encode(x)) == {"values", how}
     value, size = check_codec(Sparse(), x)
     assert torch.equal(value, x) and size == 4 * live + min(4 * live, 13)
+
+
+def test_rows_sends_the_rows_that_hold_anything() -> None:
+    x = torch.zeros(9, 5)
+    x[2, 1], x[8, 0] = 3.0, -1.0
+    value, size = check_codec(Rows(), x)
+    assert torch.equal(value, x) and size == 2 * 5 * 4 + 2
 
 
 @FAST

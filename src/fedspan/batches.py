@@ -6,6 +6,7 @@ of a round are prefixes of one sequence: a phase that is alone in one method and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -41,11 +42,24 @@ class All:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One pass over a random share of the training data, another one in every round."""
+
+    share: float
+
+
+@dataclass(frozen=True)
 class Validation:
-    """One pass over the client's validation part in its own order."""
+    """One pass over the client's validation part in its own order.
+
+    With a `share` it is that part of the training data instead, the same in every round, and the other streams of the
+    plan leave it out: for methods that hold out examples themselves, whatever the partition sets aside for the user.
+    """
+
+    share: float | None = None
 
 
-Amount: TypeAlias = Epochs | Steps | All | Validation
+Amount: TypeAlias = Epochs | Steps | All | Part | Validation
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,13 @@ class Batches:
         """The first k of them."""
         return Batches(self.x, self.y, self.rows[:k], self.key, self.relabel, self.mapped)
 
+    def shifted(self, by: int) -> Batches:
+        """The same minibatches starting `by` later, the first ones at the end; empty ones stay at the end."""
+        live = (self.rows >= 0).any(1)
+        turned = (torch.arange(len(self.rows)) + by) % live.sum().clamp_min(1)
+        rows = torch.where(live[:, None], self.rows[turned], self.rows)
+        return Batches(self.x, self.y, rows, self.key, self.relabel, self.mapped)
+
     def whole(self) -> Batch:
         """All of them as one batch."""
         row = self.rows.reshape(-1)
@@ -154,6 +175,9 @@ def draw(
         drop_last: for batch normalisation: leave out a last batch that is not full (unless it is the only one), and
             never make a batch of one example; a client that has only one takes no steps.
     """
+    held = next((a.share for a in plan.values() if isinstance(a, Validation) and a.share is not None), None)
+    if held is not None:
+        train, validation = _hold_out(train, held, seed, client)
     n = len(train)
     width = n if batch_size is None else min(batch_size, n)
     per_pass = (n // width if width > 1 else 0) if drop_last else -(-n // width)
@@ -175,9 +199,12 @@ def draw(
                 streams[name] = shuffled(per_pass * (epochs if number is None else number))
             case Steps(number):
                 streams[name] = shuffled(number)
+            case Part(share):
+                some = generator(seed, "part", round, client).permutation(train)[: max(1, math.ceil(share * n - 1e-9))]
+                streams[name] = _no_single(rows_of(some, width)) if drop_last else rows_of(some, width)
             case All():
                 streams[name] = _no_single(rows_of(train, width)) if drop_last else rows_of(train, width)
-            case Validation():
+            case Validation(_):
                 if len(validation) == 0:
                     raise ConfigError(
                         f"Batches: client {client} has no validation examples, which stream '{name}' needs."
@@ -185,6 +212,15 @@ def draw(
                     )
                 streams[name] = rows_of(validation, min(batch_size or len(validation), len(validation)))
     return streams
+
+
+def _hold_out(train: Index, share: float, seed: int, client: int) -> tuple[Index, Index]:
+    """Training rows without a share of them, and that share, at least one; a lone example serves as both."""
+    if len(train) < 2:
+        return train, train
+    shuffled = generator(seed, "validation", client).permutation(train)
+    n = min(max(1, round(len(train) * share)), len(train) - 1)
+    return np.sort(shuffled[n:]), np.sort(shuffled[:n])
 
 
 def rows_of(index: Index, width: int) -> Index:

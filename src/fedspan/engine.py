@@ -62,7 +62,7 @@ class Engine:
         self, capacity: Capacity, round: int, ids: list[int], rows: Tree, shared: Tree, own: Tree, common: Tree
     ) -> Answer:
         """`client_update` of every client in `ids`; rows and own are stacked in that order."""
-        task, codecs = self.model(capacity), self.method.codecs(round)
+        task, codecs, shared = self.model(capacity), self.method.codecs(round), tree.aligned(shared)
 
         def one(client: Tree, mine: Tree, visit: Visit, _: object) -> tuple[Tree, Sent, dict[str, Tensor]]:
             client, sent = self.method.client_update(task, client, {**shared, **mine}, visit)
@@ -85,7 +85,7 @@ class Engine:
         part: str = "test",
     ) -> dict[str, Tensor]:
         """Per client the sums of its measures over one part of its data, and how many examples there were (`n`)."""
-        task = self.model(capacity)
+        task, shared = self.model(capacity), tree.aligned(shared)
 
         def one(client: Tree, mine: Tree, visit: Visit, held: Batches) -> dict[str, Tensor]:
             weights = self.method.personal(task, client, {**shared, **mine}, visit)
@@ -134,7 +134,8 @@ class Engine:
             for k, i in enumerate(ids):
                 visit, held, _ = self._visit(i, round, plan, common, part)
                 try:
-                    results.append(tree.detach(one(tree.take(rows, k), tree.take(own, k), visit, held)))
+                    row, mine = tree.aligned((tree.take(rows, k), tree.take(own, k)))
+                    results.append(tree.detach(one(row, mine, visit, held)))
                 except RuntimeError as e:
                     raise RuntimeError(f"round {round}, client {i}: {e}") from e
             return tree.stack(results)
@@ -144,7 +145,7 @@ class Engine:
         keys = torch.stack([key(self.seed, "visit", round, i) for i in ids])
         sizes = torch.tensor([len(self.data.train[i]) for i in ids], dtype=self.dtype)
         relabel = None if self.data.relabel is None else self.data.relabel[torch.tensor(ids)]
-        t = torch.tensor(round)
+        t, (rows, own) = torch.tensor(round), tree.aligned((rows, own))
 
         def mapped(client: Tree, mine: Tree, at: dict[str, Tensor], k: Tensor, n: Tensor, names: Tensor | None) -> Any:
             batches = {s: Batches(self.data.x, self.data.y, r, k, names, mapped=True) for s, r in at.items()}

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, grad_and_value
 
 from fedspan import tree
 from fedspan.batches import Batch, Batches
@@ -28,11 +28,33 @@ NO_PROX: Prox = {}
 
 def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
     """∂loss/∂params on one batch, as a tree of the shape of `params`."""
+    return gradient_and_value(loss, params, batch)[0]
+
+
+def gradient_and_value(loss: Loss, params: Any, batch: Batch) -> tuple[Any, Tensor]:
+    """∂loss/∂params on one batch, and the loss itself."""
     if batch.mapped:
-        return grad(lambda p: loss(p, batch))(params)
+        both: tuple[Any, Tensor] = grad_and_value(lambda p: loss(p, batch))(params)
+        return both
     at = tree.map(lambda p: p.detach().requires_grad_(), params)
     with torch.enable_grad():
-        grads = iter(torch.autograd.grad(loss(at, batch), tree.leaves(at), allow_unused=True, materialize_grads=True))
+        value = loss(at, batch)
+        return _slopes(value, at), value.detach()
+
+
+def hessian_product(loss: Loss, params: Any, direction: Any, batch: Batch) -> Any:
+    """∇²loss(params) · direction on one batch, by differentiating ⟨∇loss, direction⟩."""
+    if batch.mapped:
+        return grad(lambda p: tree.dot(grad(lambda q: loss(q, batch))(p), direction))(params)
+    at = tree.map(lambda p: p.detach().requires_grad_(), params)
+    with torch.enable_grad():
+        return _slopes(tree.dot(_slopes(loss(at, batch), at, again=True), direction), at)
+
+
+def _slopes(value: Tensor, at: Any, again: bool = False) -> Any:
+    """∂value/∂at by ordinary autograd; with `again` the result can be differentiated itself."""
+    leaves = tree.leaves(at)
+    grads = iter(torch.autograd.grad(value, leaves, create_graph=again, allow_unused=True, materialize_grads=True))
     return tree.map(lambda _: next(grads), at)
 
 

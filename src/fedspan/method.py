@@ -28,7 +28,7 @@ A whole method, for example one common mean of all labels:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import All, Amount, Batches, Epochs
+from fedspan.batches import All, Amount, Batch, Batches, Epochs
 from fedspan.errors import ConfigError
 from fedspan.local import NO_PROX, Loss, Prox, adamw, sgd
 from fedspan.task import Task
@@ -235,7 +235,9 @@ class Training(Method):
         if self.optimizer == "adamw" and self.momentum:
             raise ConfigError(f"{type(self).__name__}: momentum must be 0 with optimizer 'adamw'. Got {self.momentum}.")
 
-    def fit(self, loss: Loss, params: Tree, batches: Batches, lr: float | None = None, prox: Prox = NO_PROX) -> Tree:
+    def fit(
+        self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float | None = None, prox: Prox = NO_PROX
+    ) -> Tree:
         """Train `params` on a stream with the method's optimiser; it starts anew each time.
 
         `prox` is applied to single parameters after every step.
@@ -252,6 +254,12 @@ class Training(Method):
         if not ok or (value < low if allow_zero else value <= low):
             limit = f"{'>=' if allow_zero else '>'} {low:g}" + (f" and < {high:g}" if high != float("inf") else "")
             raise ConfigError(f"{type(self).__name__}: {name} must be a finite number {limit}. Got {value!r}.")
+
+    def fraction(self, name: str) -> None:
+        """Check that a field is a number in [0, 1]."""
+        value = getattr(self, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+            raise ConfigError(f"{type(self).__name__}: {name} must be a number in [0, 1]. Got {value!r}.")
 
     def count(self, name: str, low: int = 0) -> None:
         """Check that a field is an integer of at least `low`."""
@@ -332,3 +340,23 @@ class Sharing(Averaging):
         """Shared and private part together."""
         params = self.whole(client, down)
         return task.estimate_statistics(params, visit["all"]) if "all" in visit.batches else params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered(Sharing):
+    """The private part is the head, or the layers that are named."""
+
+    private_head: bool = True
+    personal_layers: tuple[str, ...] = ()
+
+    def private(self, task: Task) -> list[str]:
+        """The head, or the layers named."""
+        if not self.personal_layers:
+            return super().private(task)
+        names = [k for k in task.names if k.startswith(self.personal_layers)]
+        if not names:
+            raise ConfigError(
+                f"{type(self).__name__}: personal_layers must begin the name of a parameter. Got"
+                f" {list(self.personal_layers)}; the model has {', '.join(task.names)}."
+            )
+        return names

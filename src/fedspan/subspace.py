@@ -44,7 +44,7 @@ def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float, most: float | Non
         inverted = L @ torch.linalg.pinv(inner, hermitian=True) @ L.T
     else:
         inverted = torch.linalg.pinv(C, hermitian=True)
-    step = M @ inverted.to(U.dtype)
+    step: Tensor = M @ inverted.to(U.dtype)
     if most is None:
         return U + step
     moved, held = (torch.trace(g @ A).clamp_min(0).sqrt() for g in (step.double().T @ step.double(), gram))

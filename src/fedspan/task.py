@@ -183,8 +183,11 @@ class Task:
 
     def loss(self, params: Params, batch: Batch) -> Tensor:
         """Mean training loss over the examples of a batch; 0 for an empty one."""
-        out = self._call(self.module, params, batch.x, batch.key if self._dropouts else None)
-        return batch.mean(self.example_loss(out, batch.y))
+        return batch.mean(self.example_loss(self.output(params, batch), batch.y))
+
+    def output(self, params: Params, batch: Batch) -> Tensor:
+        """Outputs in training mode."""
+        return self._call(self.module, params, batch.x, batch.key if self._dropouts else None)
 
     def sgd_step(self, params: Params, batch: Batch, lr: float, fresh: bool) -> Params | None:
         """One plain SGD step on the loss with the step of linear layers fused into their backward pass.
@@ -255,15 +258,23 @@ class Task:
 
     def features(self, params: Params, x: Tensor, train: bool = False) -> Tensor:
         """The head's input."""
+        return self._with_features(self.module if train else self._eval, params, x)[0]
+
+    def features_and_output(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The head's input and the outputs in training mode, from one pass."""
+        return self._with_features(self.module, params, batch.x, batch.key if self._dropouts else None)
+
+    def _with_features(
+        self, module: nn.Module, params: Params, x: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.need_head()
-        module = self.module if train else self._eval
         seen: list[Tensor] = []
         handle = module.get_submodule(self._head_module).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         try:
-            self._call(module, params, x)
+            output = self._call(module, params, x, key)
         finally:
             handle.remove()
-        return seen[-1]
+        return seen[-1], output
 
     def from_features(self, params: Params, features: Tensor) -> Tensor:
         """Outputs of the head for given features; `params` needs only the head's entries."""

@@ -137,6 +137,11 @@ def contiguous(tree: Any) -> Any:
     return map(lambda a: a.contiguous(), tree)
 
 
+def aligned(tree: Any) -> Any:
+    """The same values at addresses where products round alike, whether they were computed here or read from bytes."""
+    return map(lambda a: a if a.data_ptr() % 64 == 0 else a.clone(), tree)
+
+
 def zeros_like(tree: Any) -> Any:
     """A tree of zeros."""
     return map(torch.zeros_like, tree)
@@ -162,6 +167,11 @@ def ravel(params: Params) -> Tensor:
     return torch.cat([a.reshape(-1) for a in params.values()])
 
 
+def matrix(stacked: Params, rows: int) -> Tensor:
+    """The entries of each row of a stacked tree as one row of a matrix, [rows, d]; d = 0 for an empty tree."""
+    return torch.cat([a.reshape(rows, -1) for a in stacked.values()] or [torch.zeros(rows, 0)], 1)
+
+
 def unravel(theta: Tensor, like: Params) -> Params:
     """The inverse of `ravel`, with names and shapes of `like`."""
     parts = torch.split(theta, [a.numel() for a in like.values()])
@@ -183,6 +193,12 @@ def without(params: Params, names: Iterable[str]) -> Params:
 def nbytes(tree: Any) -> int:
     """Bytes of all tensors: what is returned is what is sent."""
     return sum(t.numel() * t.element_size() for t in leaves(tree))
+
+
+def dot(x: Any, y: Any) -> Tensor:
+    """Sum of the products of all entries; can be differentiated and mapped."""
+    parts = [(a * b).sum() for a, b in zip(leaves(x), leaves(y), strict=True)]
+    return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
 def squared_norm(tree: Any) -> Tensor:

@@ -70,9 +70,7 @@ class Sparse:
         at = flat.nonzero().reshape(-1)
         if 4 * len(at) <= -(-flat.numel() // 8):
             return {"values": flat[at], "positions": at.to(torch.int32)}
-        bits = torch.nn.functional.pad((flat != 0).to(torch.uint8), (0, -flat.numel() % 8)).reshape(-1, 8)
-        powers = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
-        return {"values": flat[at], "bitmap": (bits * powers).sum(1).to(torch.uint8)}
+        return {"values": flat[at], "bitmap": _bits(flat != 0)}
 
     def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the other side."""
@@ -80,8 +78,7 @@ class Sparse:
         if "positions" in parts:
             at = parts["positions"].long()
         else:
-            powers = 2 ** torch.arange(8, dtype=torch.uint8, device=parts["bitmap"].device)
-            at = ((parts["bitmap"][:, None] & powers) != 0).reshape(-1)[:size].nonzero().reshape(-1)
+            at = _positions(parts["bitmap"], size)
         out = torch.zeros(size, dtype=dtype, device=parts["values"].device)
         return out.index_copy(0, at, parts["values"].to(dtype)).reshape(shape)
 
@@ -89,6 +86,42 @@ class Sparse:
         """The same value, and the bytes of its non-zeros."""
         live = (x != 0).sum()
         return x, live * x.element_size() + torch.minimum(4 * live, torch.full_like(live, -(-x.numel() // 8)))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a matrix that hold anything, with one bit for each row; more axes count as columns."""
+
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
+        """The tensors that travel."""
+        flat = x.reshape(*x.shape[:1], -1) if x.ndim else x.reshape(1, 1)
+        live = (flat != 0).any(1)
+        return {"rows": flat[live], "bitmap": _bits(live)}
+
+    def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor on the other side."""
+        rows = parts["rows"].to(dtype)
+        at = _positions(parts["bitmap"], shape[0] if shape else 1)
+        out = torch.zeros(shape[0] if shape else 1, rows.shape[1], dtype=dtype, device=rows.device)
+        return out.index_copy(0, at, rows).reshape(shape)
+
+    def roundtrip(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The same value, and the bytes of its rows."""
+        flat = x.reshape(*x.shape[:1], -1) if x.ndim else x.reshape(1, 1)
+        live = (flat != 0).any(1).sum()
+        return x, live * flat.shape[1] * x.element_size() + -(-len(flat) // 8)
+
+
+def _bits(live: Tensor) -> Tensor:
+    """A list of yes and no, eight to a byte."""
+    bits = torch.nn.functional.pad(live.to(torch.uint8), (0, -len(live) % 8)).reshape(-1, 8)
+    return (bits * 2 ** torch.arange(8, dtype=torch.uint8, device=live.device)).sum(1).to(torch.uint8)
+
+
+def _positions(bitmap: Tensor, size: int) -> Tensor:
+    """Where such a list says yes."""
+    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=bitmap.device)
+    return ((bitmap[:, None] & powers) != 0).reshape(-1)[:size].nonzero().reshape(-1)
 
 
 @dataclass(frozen=True)

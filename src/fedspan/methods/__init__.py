@@ -7,15 +7,23 @@ from typing import Any
 from fedspan.config_types import build_dataclass
 from fedspan.errors import ConfigError, nearest
 from fedspan.method import Method
+from fedspan.methods.apfl import Apfl
+from fedspan.methods.cfl import Cfl
 from fedspan.methods.ditto import Ditto
 from fedspan.methods.factorized_fl import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal
+from fedspan.methods.fedala import FedAla
+from fedspan.methods.fedalt import FedAlt, FedSim
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
+from fedspan.methods.fedfomo import FedFomo
 from fedspan.methods.fedpara import FedPara, PFedPara
 from fedspan.methods.fedper import FedPer, LgFedAvg
+from fedspan.methods.fedproto import FedProto, FedTgp
 from fedspan.methods.fedrep import FedRep
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
+from fedspan.methods.per_fedavg import PerFedAvg
+from fedspan.methods.pfedsim import PFedSim
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
 
 METHODS: dict[str, type[Method]] = {
@@ -28,6 +36,16 @@ METHODS: dict[str, type[Method]] = {
     "lg-fedavg": LgFedAvg,
     "ditto": Ditto,
     "oracle": Oracle,
+    "cfl": Cfl,
+    "per-fedavg": PerFedAvg,
+    "fedfomo": FedFomo,
+    "apfl": Apfl,
+    "fedalt": FedAlt,
+    "fedsim": FedSim,
+    "pfedsim": PFedSim,
+    "fedproto": FedProto,
+    "fedtgp": FedTgp,
+    "fedala": FedAla,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -58,21 +76,31 @@ def name_of(method: Method) -> str:
 
 __all__ = [
     "METHODS",
+    "Apfl",
+    "Cfl",
     "Ditto",
     "FactorizedFL",
     "FactorizedFLBeta",
     "FactorizedFedAvg",
     "FactorizedLocal",
+    "FedAla",
+    "FedAlt",
     "FedAvg",
     "FedBabu",
+    "FedFomo",
     "FedPara",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
+    "FedSim",
+    "FedTgp",
     "LgFedAvg",
     "Local",
     "Oracle",
     "PFedPara",
+    "PFedSim",
+    "PerFedAvg",
     "PflMf",
     "PflMfJoint",
     "PflMfPaper",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedspan.errors import ConfigError
-from fedspan.method import Sent, Sharing, Visit
+from fedspan.method import Layered, Sent, Visit
 from fedspan.task import Task
 from fedspan.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedPer(Sharing):
+class FedPer(Layered):
     """FedPer. Arivazhagan et al., 2019, Algorithms 1 and 2.
 
     Symbols: theta = base layers W_B, h = personalisation layers W_P of client j: the head, or the parameters whose
@@ -20,20 +19,6 @@ class FedPer(Sharing):
     """
 
     reference: ClassVar[str] = "Arivazhagan et al., 2019"
-    private_head: bool = True
-    personal_layers: tuple[str, ...] = ()
-
-    def private(self, task: Task) -> list[str]:
-        """The head, or the layers named."""
-        if not self.personal_layers:
-            return super().private(task)
-        names = [k for k in task.names if k.startswith(self.personal_layers)]
-        if not names:
-            raise ConfigError(
-                f"FedPer: personal_layers must begin the name of a parameter. Got {list(self.personal_layers)};"
-                f" the model has {', '.join(task.names)}."
-            )
-        return names
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         both = self.fit(task.loss, down["theta"] | client["h"], visit["train"])  # SGD on (W_B, W_Pj), Algorithm 1

@@ -303,7 +303,7 @@ class PflMf(Averaging):
         state = {"C_mean": C, "map": server["map"], "moved": server["moved"], "gaps": server["gaps"]}
         P = None
         if self.rank == "auto" and len(C) == self.width:
-            # One round's spectrum has gaps by chance, each time elsewhere; their mean over rounds has only the real one.
+            # One round's gaps are mostly chance, each time elsewhere; their mean over rounds leaves the real one.
             state["gaps"] = 0.8 * server["gaps"] + 0.2 * subspace.gaps(subspace.spectrum(U, C))
             k = subspace.clear_gap(state["gaps"], self.rank_gap) if t >= self.rank_round else None
             if k is not None:

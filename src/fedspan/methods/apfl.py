@@ -1,0 +1,112 @@
+"""APFL: a personal model is a mixture of the global one and a local one, in a share that is learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.batches import Batch
+from fedspan.errors import ConfigError
+from fedspan.local import gradient, is_statistic
+from fedspan.method import Sent, Sharing, Visit, Who
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apfl(Sharing):
+    """APFL. Deng et al., 2020, Algorithm 1.
+
+    Symbols: theta = the global model w, v = the local model, alpha = α; the personal model is v̄ = α v + (1 − α) w.
+    In every step w descends on f(w) and v on f(v̄), at the v̄ before the step. An adaptive α takes a step on f(v̄) and is
+    clipped to [0, 1]: once a round on the first minibatch, or with every step (`alpha_every`). `mix = "logits"` mixes
+    outputs instead of parameters, as some public code does; other public code trains v at v, not at v̄, and replaces v
+    by v̄: not offered. `alpha_decay` = 0.02 adds public code's 0.02 α to the slope.
+    Kept: v and alpha (and h, the private head of w if `private_head`). Sent: theta.
+    """
+
+    reference: ClassVar[str] = "Deng et al., 2020"
+    alpha: float = 0.5
+    adaptive: bool = True
+    alpha_every: Literal["round", "step"] = "round"
+    alpha_decay: float = 0.0
+    lr_alpha: float | None = None
+    mix: Literal["params", "logits"] = "params"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.fraction("alpha")
+        self.one_of("alpha_every", "round", "step")
+        self.require("alpha_decay", 0.0, allow_zero=True)
+        if self.lr_alpha is not None:
+            self.require("lr_alpha", 0.0, allow_zero=True)
+        self.one_of("mix", "params", "logits")
+        if self.adaptive and self.alpha_every == "step" and (self.momentum or self.optimizer != "sgd"):
+            raise ConfigError(
+                "Apfl: alpha_every must be 'round' with momentum or 'adamw', which carry state from step to step."
+                f" Got 'step' with momentum {self.momentum:g} and optimizer '{self.optimizer}'."
+            )
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        v = task.init()
+        alpha = torch.tensor(self.alpha, dtype=next(iter(v.values())).dtype)
+        return {**super().init_client(task, who), "v": v, "alpha": alpha}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        both, alpha = {"w": down["theta"] | client["h"], "v": client["v"]}, client["alpha"]
+        every_step = self.adaptive and self.alpha_every == "step"
+        if self.adaptive and not every_step:
+            for batch in visit["train"].first(1):
+                alpha = self._step(task, both, alpha, batch)
+
+        def f(q: Tree, batch: Batch) -> Tensor:
+            # w does not see f(v̄): its way is that of FedAvg, whatever α.
+            return task.loss(q["w"], batch) + self.mixed_loss(task, q["v"], tree.detach(q["w"]), alpha, batch)
+
+        if every_step:
+            for batch in visit["train"]:
+                new = self._step(task, both, alpha, batch)
+                both = self.fit(f, both, [batch])
+                alpha = new
+        else:
+            both = self.fit(f, both, visit["train"])
+        theta, h = self.split(task, both["w"])
+        return {"h": h, "v": both["v"], "alpha": alpha}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+    def mixed_loss(self, task: Task, v: Params, w: Params, alpha: Tensor, batch: Batch) -> Tensor:
+        """The loss of the personal model on a batch: f(v̄)."""
+        if self.mix == "params":
+            return task.loss(_between(v, w, alpha), batch)
+        output = alpha * task.output(v, batch) + (1 - alpha) * task.output(w, batch)
+        return batch.mean(task.example_loss(output, batch.y))
+
+    def _step(self, task: Task, both: Tree, alpha: Tensor, batch: Batch) -> Tensor:
+        """α ← clip(α − η ⟨v − w, ∇f(v̄)⟩, 0, 1); an empty minibatch is no step."""
+        slope = gradient(
+            lambda q, b: self.mixed_loss(task, both["v"], both["w"], q["alpha"], b), {"alpha": alpha}, batch
+        )
+        rate = self.lr if self.lr_alpha is None else self.lr_alpha
+        new = (alpha - rate * (slope["alpha"] + self.alpha_decay * alpha)).clamp(0, 1)
+        return torch.where(batch.live, new, alpha)
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        w, alpha = down["theta"] | client["h"], client["alpha"]
+        models = {"v": client["v"], "w": w} if self.mix == "logits" else {"v": _between(client["v"], w, alpha)}
+        if "all" in visit.batches:
+            models = {k: task.estimate_statistics(p, visit["all"]) for k, p in models.items()}
+        return {**models, "alpha": alpha} if self.mix == "logits" else models["v"]
+
+    def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
+        if self.mix == "params":
+            return task.predict(personal, x)
+        alpha: Tensor = personal["alpha"]
+        return alpha * task.predict(personal["v"], x) + (1 - alpha) * task.predict(personal["w"], x)
+
+
+def _between(v: Params, w: Params, alpha: Tensor) -> Params:
+    """v̄ = α v + (1 − α) w; running statistics, which are estimated anew before use, stay those of v."""
+    return {k: a if is_statistic(k) else alpha * a + (1 - alpha) * w[k] for k, a in v.items()}

@@ -1,0 +1,146 @@
+"""CFL: clients are split in two whenever their updates disagree, and each part goes on with a model of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.aggregate import cluster_mean
+from fedspan.errors import ConfigError
+from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.task import Task
+from fedspan.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cfl(Sharing):
+    """Clustered federated learning. Sattler et al., IEEE TNNLS 2021.
+
+    Symbols: theta = models stacked over clusters, cluster = the cluster of each client, delta = Δθ_k = the last update
+    of each client, a and m = norm of the mean and largest norm of a cluster's updates in its last round.
+    From round `start_round` a cluster of more than `min_size` known clients with a < ε₁ and m > ε₂ is split in two by
+    the cosines of the updates: `complete` linkage as published code does, `single` linkage for the exact minimum of the
+    largest similarity across. The norms depend on model and step size: `auto` takes ε₁ = 0.4 m₀ and ε₂ = 0.8 m₀ with
+    m₀ the m of the first round. With `gamma_max` a split must also have γ = √((1 − largest similarity across)/2) >
+    γ_max. Clients not sampled are placed by their last known update; one never heard stays with the larger part, and at
+    its first update to the cluster most like it. Kept: h, the private head if `private_head`. Sent: delta, each
+    client's own.
+    """
+
+    reference: ClassVar[str] = "Sattler et al., IEEE TNNLS 2021"
+    local_stats: ClassVar[bool] = False
+    weighting: Literal["samples", "uniform"] = "uniform"
+    eps_1: float | Literal["auto"] = "auto"
+    eps_2: float | Literal["auto"] = "auto"
+    gamma_max: float | None = None
+    min_size: int = 2
+    start_round: int = 20
+    linkage: Literal["complete", "single"] = "complete"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("eps_1", "eps_2"):
+            value = getattr(self, name)
+            if value != "auto" and not value >= 0:  # infinity is allowed: it says never (eps_2) or always (eps_1)
+                raise ConfigError(f"Cfl: {name} must be a number >= 0 or 'auto'. Got {value!r}.")
+        if self.gamma_max is not None:
+            self.require("gamma_max", 0.0, 1.0, allow_zero=True)
+        self.count("min_size", 1)
+        self.count("start_round")
+        self.one_of("linkage", "complete", "single")
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        theta, n = super().init_server(task, federation)["theta"], federation.clients
+        return {
+            "theta": tree.map(lambda x: x[None].clone(), theta),
+            "delta": tree.map(lambda x: x.new_zeros(n, *x.shape), theta),
+            "cluster": torch.zeros(n, dtype=torch.int64),
+            "seen": torch.zeros(n, dtype=torch.bool),
+            "a": torch.zeros(1, dtype=torch.float64),
+            "m": torch.zeros(1, dtype=torch.float64),
+            "m_0": torch.zeros((), dtype=torch.float64),
+        }
+
+    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        return Down(own={"theta": tree.take(server["theta"], server["cluster"][ids])})
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        theta, h = self.split(task, self.fit(task.loss, down["theta"] | client["h"], visit["train"]))
+        delta = tree.sub(theta, down["theta"])  # Δθ_k = SGD(θ_c) − θ_c
+        return {"h": h}, Sent(weight=self.weigh(visit), each={"delta": delta})
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        ids, cluster, heard, clusters = round.ids, server["cluster"], server["seen"], len(server["a"])
+        delta, seen = tree.put(server["delta"], ids, round.each["delta"]), heard.index_fill(0, ids, True)
+        direction = torch.nn.functional.normalize(tree.matrix(delta, len(seen)).to(torch.float64), eps=1e-12)
+        S = direction @ direction.T  # cosines between last known updates
+        a, m = self._norms(round, cluster, server["a"], server["m"])
+        m_0 = server["m_0"] if bool(heard.any()) else m[0]
+        eps_1 = 0.4 * float(m_0) if self.eps_1 == "auto" else self.eps_1
+        eps_2 = 0.8 * float(m_0) if self.eps_2 == "auto" else self.eps_2
+        parent = list(range(clusters))
+        for c in sorted(set(cluster[ids].tolist())) if round.round >= self.start_round else []:
+            known = ((cluster == c) & seen).nonzero().flatten()
+            if len(known) > self.min_size and float(a[c]) < eps_1 and float(m[c]) > eps_2:
+                part = self._bipartition(S[known][:, known])  # stationary for all together, not for each
+                if part is not None:
+                    cluster = cluster.index_fill(0, known[part], len(parent))
+                    parent.append(c)
+        theta = tree.take(server["theta"], torch.tensor(parent))
+        step = cluster_mean(round.each["delta"], round.weights, cluster[ids], len(parent), tree.zeros_like(theta))
+        a, m = self._norms(round, cluster, a[parent], m[parent])
+        divided = {*parent[clusters:], *range(clusters, len(parent))}
+        if clusters > 1:  # an earlier split left these where they were, as nobody had heard them
+            for k in ids[~heard[ids]].tolist():
+                if int(cluster[k]) not in divided:
+                    cluster = cluster.index_fill(0, torch.tensor([k]), self._nearest(S[k], cluster, heard, len(parent)))
+        return {
+            "theta": tree.add(theta, step),  # θ_c ← θ_c + mean of Δθ_k over its members
+            "delta": delta,
+            "cluster": cluster,
+            "seen": seen,
+            "a": a,
+            "m": m,
+            "m_0": m_0,
+        }
+
+    def _nearest(self, similar: Tensor, cluster: Tensor, heard: Tensor, clusters: int) -> int:
+        """The cluster whose clients heard before are most alike on average."""
+        member = torch.nn.functional.one_hot(cluster, clusters).to(similar.dtype) * heard[:, None]
+        return int((similar @ member / member.sum(0).clamp_min(1)).argmax())
+
+    def _norms(self, round: Round, cluster: Tensor, a: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        """‖mean Δθ_k‖ and max ‖Δθ_k‖ of every cluster; a cluster nobody reported for keeps what it had."""
+        updates = tree.matrix(round.each["delta"], len(round.ids)).to(torch.float64)
+        for c in sorted(set(cluster[round.ids].tolist())):
+            here = cluster[round.ids] == c
+            w = round.weights[here].to(torch.float64)
+            at = torch.tensor([c])
+            a = a.index_fill(0, at, float((w @ updates[here] / w.sum()).norm()))
+            m = m.index_fill(0, at, float(updates[here].norm(dim=1).max()))
+        return a, m
+
+    def _bipartition(self, S: Tensor) -> Tensor | None:
+        """Which clients form the smaller part; None if the parts are too much alike."""
+        from sklearn.cluster import AgglomerativeClustering
+
+        model = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage=self.linkage)
+        part = torch.from_numpy(model.fit_predict(1 - S.numpy())).bool()
+        part = ~part if 2 * int(part.sum()) > len(part) else part
+        across = float(S[~part][:, part].max())
+        gamma = math.sqrt(max(0.0, 1 - across) / 2)
+        return part if self.gamma_max is None or gamma > self.gamma_max else None
+
+    def size(self, server: Tree) -> float:
+        """Root mean square of the clusters' models: a split is no growth."""
+        return math.sqrt(float(tree.squared_norm(server["theta"])) / len(server["a"]))
+
+    def monitor(self, server: Tree) -> dict[str, float]:
+        """The number of clusters, and a and m of each, to set the thresholds by."""
+        norms = {f"{name}_{c}": float(x) for name in ("a", "m") for c, x in enumerate(server[name])}
+        return {"clusters": float(len(server["a"])), **norms}

@@ -1,0 +1,124 @@
+"""FedAlt and FedSim: partial personalisation, alternating or simultaneous, with an optimiser on the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.batches import Amount, Batch, Batches, Epochs
+from fedspan.method import Federation, Layered, Round, Sent, Visit, Who
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSim(Layered):
+    """FedSim. Pillutla et al., ICML 2022.
+
+    Symbols: theta = shared parameters u, h = personal parameters v_i: the head, or the parameters whose names start
+    with one of `personal_layers`. Both are trained together, with `l2`/2 ‖v − v₀‖² if wanted, v₀ = 0 or the start.
+    The server takes u^t − mean of the u_i as a gradient: SGD with `server_lr` and `server_momentum`, or Adam.
+    Kept: h. Sent: theta.
+    """
+
+    reference: ClassVar[str] = "Pillutla et al., ICML 2022"
+    l2: float = 0.0
+    l2_towards: Literal["zero", "start"] = "zero"
+    server_optimizer: Literal["sgd", "adam"] = "sgd"
+    server_lr: float = 1.0
+    server_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("l2", 0.0, allow_zero=True)
+        self.one_of("l2_towards", "zero", "start")
+        self.one_of("server_optimizer", "sgd", "adam")
+        self.require("server_lr", 0.0)
+        self.require("server_momentum", 0.0, 1.0, allow_zero=True)
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        u = super().init_server(task, federation)["theta"]
+        if self.server_optimizer == "adam":
+            return {"theta": u, "m": tree.zeros_like(u), "s": tree.zeros_like(u), "steps": torch.zeros(())}
+        return {"theta": u, "m": tree.zeros_like(u)} if self.server_momentum else {"theta": u}
+
+    def objective(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        """The loss with the pull on v."""
+        loss = task.loss(params, batch)
+        if not self.l2:
+            return loss
+        v = tree.select(params, self.private(task))
+        origin = task.init() if self.l2_towards == "start" else tree.zeros_like(v)
+        # An empty slot in a mapped run is no step: the pull must vanish with the batch.
+        return loss + self.l2 / 2 * sum((a - origin[k]).square().sum() for k, a in v.items()) * batch.live
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        both = self.fit(lambda p, b: self.objective(task, p, b), down["theta"] | client["h"], visit["train"])
+        u, h = self.split(task, both)
+        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": u})
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        u, lr = server["theta"], self.server_lr
+        g = tree.sub(u, round.mean["theta"])  # the weighted mean of u^t − u_i, taken as a gradient
+        if self.server_optimizer == "adam":
+            steps = server["steps"] + 1
+            m = tree.map(lambda a, b: 0.9 * a + 0.1 * b, server["m"], g)
+            s = tree.map(lambda a, b: 0.999 * a + 0.001 * b * b, server["s"], g)
+            one, two = 1 - 0.9 ** float(steps), 1 - 0.999 ** float(steps)
+            move = tree.map(lambda a, b: (a / one) / ((b / two).sqrt() + 1e-8), m, s)
+            return {"theta": tree.add(u, move, -lr), "m": m, "s": s, "steps": steps}
+        if self.server_momentum:
+            g = tree.add(g, server["m"], self.server_momentum)
+            return {"theta": tree.add(u, g, -lr), "m": g}
+        return {"theta": tree.add(u, g, -lr)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAlt(FedSim):
+    """FedAlt. Pillutla et al., ICML 2022.
+
+    As FedSim, but v is trained first, for `v_epochs` (at most `v_steps` minibatches) with u fixed, then u for
+    `u_epochs` (default: the run's epochs) with v fixed. Not `stateful`: nothing is kept; v starts anew from the common
+    start in every round, and is fitted again whenever the model is used. Kept: h. Sent: theta.
+    """
+
+    v_epochs: int = 1
+    u_epochs: int | None = None
+    v_steps: int | None = None
+    stateful: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("v_epochs")
+        for name in ("u_epochs", "v_steps"):
+            if getattr(self, name) is not None:
+                self.count(name)
+
+    def plan(self) -> Mapping[str, Amount]:
+        return {"v": Epochs(self.v_epochs), "u": Epochs(self.u_epochs)}
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        return super().init_client(task, who) if self.stateful else {"h": {}}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        u = down["theta"]
+        h = self._fit_v(task, u, client["h"] or self.split(task, task.init())[1], visit["v"])
+        u = self.fit(lambda u, b: task.loss(u | h, b), u, visit["u"])
+        return {"h": h if self.stateful else {}}, Sent(weight=self.weigh(visit), mean={"theta": u})
+
+    def _fit_v(self, task: Task, u: Params, h: Params, stream: Batches) -> Params:
+        stream = stream if self.v_steps is None else stream.first(self.v_steps)
+        return self.fit(lambda h, b: self.objective(task, u | h, b), h, stream)
+
+    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
+        return {**super().personal_plan(task), **({} if self.stateful else {"v": Epochs(self.v_epochs)})}
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        if not self.stateful:
+            client = {"h": self._fit_v(task, down["theta"], self.split(task, task.init())[1], visit["v"])}
+        return super().personal(task, client, down, visit)

@@ -1,0 +1,195 @@
+"""FedProto and FedTGP: no parameters travel, only what a class looks like to a client on average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedspan.batches import All, Amount, Batch, Batches, Epochs, rows_of
+from fedspan.errors import ConfigError
+from fedspan.local import sgd
+from fedspan.method import Capacity, Down, Federation, Round, Sent, Training, Visit, Who
+from fedspan.randomness import fold, generator, key, torch_seed
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+from fedspan.wire import Codec, Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProto(Training):
+    """FedProto. Tan et al., AAAI 2022, Algorithm 1.
+
+    Symbols: theta = the client's whole model, p = prototypes: means of the head's inputs, one row per class, zero for
+    classes nobody has; n = how much a client's row counts: its examples of the class (`weighting = "samples"`, as in
+    the paper) or 1 (`uniform`, as public code does). Clients minimise cross-entropy + λ·(mean squared distance between
+    features and the global prototype of their class); prototypes are taken after training, in evaluation mode (some
+    public code collects them on the way). A class nobody reported in a round keeps its prototype. Prediction by the
+    head, or by the nearest global prototype (`predict_by`; the head decides while there are none). Kept: theta. Sent: p
+    and n.
+    """
+
+    reference: ClassVar[str] = "Tan et al., AAAI 2022"
+    lam: float = 1.0
+    weighting: Literal["samples", "uniform"] = "samples"
+    predict_by: Literal["head", "prototype"] = "head"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("lam", 0.0, allow_zero=True)
+        self.one_of("weighting", "samples", "uniform")
+        self.one_of("predict_by", "head", "prototype")
+
+    @property
+    def weight(self) -> Literal["samples", "one", "own"]:
+        return "one"  # rows carry their own weights
+
+    def codecs(self, round: int) -> Mapping[str, Codec]:
+        return {"p": Rows()}
+
+    def plan(self) -> Mapping[str, Amount]:
+        return {"train": Epochs(), "all": All()}
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        if task.kind != "classification":
+            raise ConfigError(f"{type(self).__name__}: prototypes need class labels. Got a {task.kind} task.")
+        start = task.init()
+        shape = next((start[k].shape for k in task.need_head() if start[k].ndim == 2), None)
+        if shape is None:
+            raise ConfigError(f"{type(self).__name__}: the head must have a weight matrix, one row per class.")
+        return {"p": torch.zeros(shape, dtype=start[task.head[0]].dtype)}
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        return {"theta": task.init()}
+
+    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        return Down(shared={"p": server["p"]})
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        p = down["p"]
+
+        def near(theta: Params, batch: Batch) -> Tensor:
+            features, output = task.features_and_output(theta, batch)
+            far = (features - p[batch.y]).square().mean(1) * _known(p)[batch.y]
+            return batch.mean(task.example_loss(output, batch.y) + self.lam * far)  # L_S + λ L_R
+
+        theta = self.fit(near if self.lam else task.loss, client["theta"], visit["train"])
+        own, n = self._prototypes(task, theta, visit["all"], p)
+        one = torch.ones_like(visit.examples)
+        if self.weighting == "uniform":
+            n = (n > 0).to(n.dtype)
+        return {"theta": theta}, self._sent(one, own, n)
+
+    def _sent(self, weight: Tensor, p: Tensor, n: Tensor) -> Sent:
+        return Sent(weight, mean={"p": n[:, None] * p, "n": n})
+
+    def _prototypes(self, task: Task, theta: Params, stream: Batches, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean features of every class a client has, zero for the others, and how many examples there are."""
+        total, count = torch.zeros_like(like), torch.zeros_like(like[:, 0])
+        with torch.no_grad():
+            for batch in stream:
+                member = nn.functional.one_hot(batch.y, len(like)).to(like.dtype) * batch.w[:, None]
+                total = total + member.T @ task.features(theta, batch.x)
+                count = count + member.sum(0)
+        return total / count.clamp_min(1)[:, None], count
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        p, n = round.mean["p"], round.mean["n"]
+        fresh = p / n.clamp_min(torch.finfo(n.dtype).tiny)[:, None]
+        return {"p": torch.where(n[:, None] > 0, fresh, server["p"])}
+
+    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
+        return {}
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        theta: Tree = client["theta"]
+        return theta if self.predict_by == "head" else {"theta": theta, "p": down["p"]}
+
+    def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
+        if self.predict_by == "head":
+            return task.predict(personal, x)
+        p, known = personal["p"], _known(personal["p"]) > 0
+        near = -(task.features(personal["theta"], x)[:, None] - p).square().mean(2)
+        # A class without a prototype is never chosen, but stays possible, so that the loss stays finite.
+        near = torch.where(known, near, near.amin(1, keepdim=True) - 1)
+        return torch.where(known.any(), near, task.predict(personal["theta"], x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedTgp(FedProto):
+    """FedTGP. Zhang et al., AAAI 2024, Algorithm 1.
+
+    FedProto with prototypes that the server learns: a generator (one embedding per class, a hidden layer, an output
+    layer) gives G_c, trained for `server_epochs` on the uploads P of the round by cross-entropy over −(‖P − G_j‖ +
+    δ·1[j = c]), so that classes stand apart by a margin δ = min(largest distance of a class to its nearest, τ), taken
+    between the classes' mean uploads. Symbols: p = G, sent down for classes that were ever trained; g = the generator;
+    tau = τ. Kept: theta. Sent: p and n, each client's own. `weighting` plays no part: every upload counts alike.
+    """
+
+    reference: ClassVar[str] = "Zhang et al., AAAI 2024"
+    server_epochs: int = 100
+    server_batch: int = 10
+    lr_server: float | None = None
+    tau: float = 100.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("server_epochs", 1)
+        self.count("server_batch", 1)
+        if self.lr_server is not None:
+            self.require("lr_server", 0.0, allow_zero=True)
+        self.require("tau", 0.0, allow_zero=True)
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        p = super().init_server(task, federation)["p"]
+        classes, d = p.shape
+        with torch_seed(federation.seed, "generator"):
+            parts = {"e": nn.Embedding(classes, d), "1": nn.Linear(d, d), "2": nn.Linear(d, d)}
+        g = {f"{k}.{n}": w.detach().to(p.dtype) for k, m in parts.items() for n, w in m.named_parameters()}
+        return {
+            "p": p,
+            "g": g,
+            "seen": torch.zeros(classes, dtype=torch.bool),
+            "key": key(federation.seed, "generator"),
+        }
+
+    def _sent(self, weight: Tensor, p: Tensor, n: Tensor) -> Sent:
+        return Sent(weight, each={"p": p, "n": n})
+
+    def generate(self, g: Params) -> Tensor:
+        """G_c of every class, [C, D]."""
+        hidden = nn.functional.linear(g["e.weight"], g["1.weight"], g["1.bias"]).relu()
+        return nn.functional.linear(hidden, g["2.weight"], g["2.bias"])
+
+    def margin(self, P: Tensor, y: Tensor) -> float:
+        """δ: the largest distance between the mean uploads of a class and of its nearest one, at most τ."""
+        present = sorted(set(y.tolist()))
+        centre = torch.stack([P[y == c].mean(0) for c in present])
+        far = torch.cdist(centre, centre).fill_diagonal_(torch.inf)
+        return min(float(far.amin(1).max()), self.tau) if len(present) > 1 else 0.0
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        who, y = (round.each["n"] > 0).nonzero(as_tuple=True)
+        P = round.each["p"][who, y]
+        delta = self.margin(P, y)
+
+        def contrast(g: Params, batch: Batch) -> Tensor:
+            gap = (batch.x[:, None] - self.generate(g)).square().sum(2).clamp_min(1e-12).sqrt()  # √0 has no slope
+            own = nn.functional.one_hot(batch.y, gap.shape[1])
+            return nn.functional.cross_entropy(-(gap + delta * own), batch.y)
+
+        order = generator(int(fold(server["key"], round.round)), "prototypes")
+        passes = [rows_of(order.permutation(len(P)), self.server_batch) for _ in range(self.server_epochs)]
+        batches = Batches(P, y, torch.from_numpy(np.concatenate(passes)), server["key"])
+        g = sgd(contrast, server["g"], batches, self.lr if self.lr_server is None else self.lr_server)
+        seen = server["seen"].index_fill(0, y, True)
+        return {**server, "g": g, "seen": seen, "p": self.generate(g) * seen[:, None]}
+
+
+def _known(p: Tensor) -> Tensor:
+    """1 for classes that have a prototype."""
+    return (p != 0).any(1).to(p.dtype)
