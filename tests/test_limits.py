@@ -288,7 +288,7 @@ def starting(base: type[PflMf], U: Callable[[Task], Tensor], v: Callable[[Task, 
 
 def scaled(U: Callable[[Task], Tensor], V: Tensor, **fields: Any) -> PflMf:
     """The scaled server step without its ridge, all parameters factorised and v frozen, unless told otherwise."""
-    frozen = {"factorise": "all", "v_steps": 0, "v_prior": 0.0, "ridge": 0.0, "rank": V.shape[1]}
+    frozen = {"factorise": "all", "v_steps": 0, "v_prior": 0.0, "ridge": 0.0, "max_step": None, "rank": V.shape[1]}
     return starting(PflMf, U, lambda _, i: V[i], **(frozen | fields))
 
 
@@ -459,6 +459,7 @@ def test_the_scaled_step_with_one_column_per_client_is_local(mapping: str, parti
         {},
         {"ridge": 0.01},
         {"ridge": 0.01, "rank": 6},  # more columns than participants
+        {"ridge": 0.01, "max_step": 0.001},
         {"ridge": 0.01, "factorise": "head", "v_steps": 5, "v_method": "solve", "v_prior": 0.1, "v_ridge": 0.0},
         {"ridge": 0.01, "v_steps": 5, "v_method": "precondition", "lr_v": 0.3, "v_prior": 0.1},
     ],
@@ -473,7 +474,7 @@ def test_the_scaled_step_does_not_see_any_change_of_gauge(fields: dict[str, Any]
     b = run(scaled(lambda task: columns(task, r, names) @ R, V @ torch.linalg.inv(R).T, lr=0.1, **fields))
     assert_close(models(a), models(b))
     assert float((a.record.server["U"] - b.record.server["U"]).abs().max()) > 0.1
-    assert float((a.record.server["U"] - columns(make_task(), r, names)).abs().max()) > 1e-3
+    assert float((a.record.server["U"] - columns(make_task(), r, names)).abs().max()) > 1e-4
     if fields.get("v_steps"):
         assert float((a.record.row(0)["v"] - V[0]).abs().max()) > 1e-3
 

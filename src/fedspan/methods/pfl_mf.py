@@ -53,7 +53,7 @@ class PflMf(Averaging):
     u_steps: int | None = None
     server_step: Literal["scaled", "plain", "literal"] = "scaled"
     ridge: float = 0.01
-    max_step: float | None = None
+    max_step: float | None = 0.2
     start: Literal["common", "random", "published"] = "common"
     wire: Literal["rank-one", "full"] = "rank-one"
     refresh: bool = False
@@ -70,9 +70,9 @@ class PflMf(Averaging):
             self.count(name, low)
         if self.u_steps is not None:
             self.count("u_steps", 1)
-        for name in ("lr_v", "p"):
+        for name in ("lr_v", "p", "max_step"):
             if getattr(self, name) is not None:
-                self.require(name, 0.0, allow_zero=True)
+                self.require(name, 0.0, allow_zero=name != "max_step")
         self.require("v_ridge", 0.0, allow_zero=True)
         self.require("v_prior", 0.0, allow_zero=True)
         self.require("ridge", 0.0, allow_zero=True)
