@@ -292,3 +292,15 @@ def test_listing_and_wrong_names() -> None:
     ):
         lines = call(*arguments, code=2).stderr.strip().splitlines()
         assert len(lines) == 1 and message in lines[0], lines
+
+
+def test_rows_that_are_tuned_alike_share_their_validation_runs() -> None:
+    e = load_experiment("table2-permuted-mnist")
+    plain, refreshed, found = (e.select([s]).rows[0] for s in ("pfl-mf-r5-default", "*refreshed", "*rank-found*"))
+    folders = [{job.folder for job in candidates(e, row)} for row in (plain, refreshed, found)]
+    assert folders[0] == folders[1] == folders[2]
+    assert len(folders[0]) == 5
+    assert {job.config.method["rank"] for job in candidates(e, found)} == {10}
+    tests = [finals(e, row, 0.5, {}, 1)[0] for row in (plain, refreshed, found)]
+    assert [t.config.method["rank"] for t in tests] == [5, 10, "auto"]
+    assert len({t.folder for t in tests}) == 3

@@ -47,6 +47,7 @@ class Row:
     lr: tuple[float, ...]
     rules: tuple[Mapping[str, Any], ...]
     set: Mapping[str, Any]
+    tuned_as: Mapping[str, Any] = field(default_factory=dict)  # fields during the choice: one choice for several rows
 
     @property
     def slug(self) -> str:

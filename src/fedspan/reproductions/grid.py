@@ -111,7 +111,9 @@ def config_of(
 
 
 def candidates(experiment: Experiment, row: Row, overrides: Sequence[str] = ()) -> list[Job]:
-    """The validation runs of a row, each configuration once."""
+    """The validation runs of a row, each configuration once; rows that are tuned alike have the same ones."""
+    if row.tuned_as:
+        row = replace(row, label=f"{row.method} tuned", fields={**row.fields, **row.tuned_as})
     jobs: dict[Path, Job] = {}
     for rule in row.rules:
         for lr in row.lr:

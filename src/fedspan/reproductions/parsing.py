@@ -5,7 +5,8 @@
 [runs]     seeds, validation (fraction for choosing), tuning_rounds (default: all rounds)
 [quick]    seeds, lr, rows, and [quick.set] with dotted keys: what --quick changes
 [[rows]]   label, method; perhaps fields, vary (every combination of values, written into the label as {key}),
-           paper (its name in [paper.values]), lr, rules (alternative further fields), set (dotted keys)
+           paper (its name in [paper.values]), lr, rules (alternative further fields), set (dotted keys),
+           tuned_as (fields while the step size is chosen, so that rows share one choice)
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class _Line:
     lr: tuple[float, ...] | None = None
     rules: tuple[dict[str, Any], ...] = ()
     set: dict[str, Any] = field(default_factory=dict)
+    tuned_as: dict[str, Any] = field(default_factory=dict)
 
 
 def parse(raw: bytes | str, name: str) -> Experiment:
@@ -111,6 +113,7 @@ def _rows(values: dict[str, Any], lr: tuple[float, ...], paper: Paper) -> Iterat
             lr=line.lr or lr,
             rules=line.rules or ({},),
             set=line.set,
+            tuned_as=line.tuned_as,
         )
 
 
