@@ -72,7 +72,7 @@ def trained(name: str, federation: Held, rounds: int = 10, **fields: Any) -> Res
 
 @pytest.fixture(scope="module")
 def finished(federation: Held) -> Result:
-    return trained("pfl-mf", federation, rank=4)
+    return trained("pfl-mf", federation, rounds=30, rank=4)
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +133,11 @@ def test_newcomers_do_as_well_as_trained_clients_and_better_than_alone(finished:
     alone = [train_alone(finished, new) for new in joined]
     mean = float(np.mean([new.accuracy for new in joined]))
     assert mean > finished.accuracy["mean"] - 0.1
-    assert mean > float(np.mean([a.measures["accuracy"] for a in alone]))
+    assert mean > float(np.mean([a.measures["accuracy"] for a in alone])) + 0.1
     for new, a, (x, y, x_test, y_test) in zip(joined, alone, federation[1]):
         server = simulation.record.server
         assert new.bytes_up == 0 and new.bytes_down == tree.nbytes({k: server[k] for k in ("U", "theta")})
-        assert new.v is not None and new.v.shape == (4,) and new.visits == 0 and a.epochs == 10
+        assert new.v is not None and new.v.shape == (4,) and new.visits == 0 and a.epochs == 30
         assert [len(p) for p in new.examples] == [len(x), len(y), len(x_test), len(y_test)]
         right = (new.model()(x_test).argmax(1) == y_test).float().mean()
         assert float(right) == pytest.approx(new.accuracy)
