@@ -63,6 +63,9 @@ def test_updates_on_the_same_data_are_the_same_and_permuted_labels_part_them() -
     assert body == pytest.approx(np.mean(other["u"][-1][:3]))
     assert len(outcome.rows) == 9 and all(len(row) == len(outcome.titles) for row in outcome.rows)
     assert set(n["accuracy_averaged"]["plain"]) == {"alone", *n["distance"]}
+    assert {len(v) for v in n["accuracy_averaged"]["factorised"].values()} == {len(n["averaged_after"])}
+    # Up to the first average both clients are alone.
+    assert n["distance_averaged"][factor_updates.OTHER]["u"][0] == pytest.approx(other["u"][-1])
 
 
 def test_what_two_clients_average() -> None:
@@ -86,7 +89,10 @@ def test_averaging_with_oneself_changes_nothing_and_with_another_it_does(monkeyp
     task = method.model(network(a), None)
     size = replace(SMALL, epochs=4)
     for both, names in (((a, a), ["conv1.u"]), ((a, a), []), ((a, b), ["conv1.u"])):
-        assert factor_updates.averaged(method, task, both, size, names) == [0.5, 0.5]
+        found = factor_updates.averaged(method, task, both, size, names)
+        assert found.accuracy == [0.5, 0.5] and {k: len(v) for k, v in found.far.items()} == {"u": 2, "v": 2}
+        apart = [d for rows in found.far.values() for row in rows for d in row]
+        assert max(apart) < 1e-5 if both[0] is both[1] else min(apart) > 0.05
     assert torch.equal(seen[1], seen[3]) and not torch.equal(seen[1], seen[5])
 
 
