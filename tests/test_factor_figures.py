@@ -132,6 +132,11 @@ def test_a_larger_lambda_leaves_less_and_an_endless_one_nothing_of_mu() -> None:
     assert n["parameters"] > held["λ = 0.005"] and "the best has" in outcome.says
 
 
+def test_single_epochs_swing_so_the_last_five_count() -> None:
+    assert images.settled([0.0, 1.0, 0.5, 0.5, 0.5, 1.0]) == pytest.approx(0.7)
+    assert images.settled([0.2, 0.4]) == pytest.approx(0.3)
+
+
 def source(name: str, root: str | None = None, size: int | None = None) -> Source:
     """What a file of few pictures would give."""
     channels, side = (1, 14) if name == "mnist" else (3, 16)

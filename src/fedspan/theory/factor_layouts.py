@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fedspan.layers import LAYOUTS, Layout
+from fedspan.layers import Layout
 from fedspan.methods.factorized_fl import FactorizedLocal
-from fedspan.theory.images import QUICK, Images, Size, accuracy, colour, epochs, network
+from fedspan.theory.images import QUICK, Images, Size, accuracy, colour, epochs, network, settled
 from fedspan.theory.outcome import BLUE, GOLD, GREEN, GREY, RED, Outcome, panels
 
 if TYPE_CHECKING:
@@ -48,31 +48,28 @@ def compare(images: Images, size: Size, *, seed: int = 0, say: Callable[[str], N
         counts[name] = sum(p.numel() for k, p in start.items() if not k.endswith(".mu"))
         path = epochs(method, task, start, images, size, seed=seed)
         curves[name] = [accuracy(task, params, images) for params in path]
-    rows = [["plain model", "", f"{counts['plain model']:,}", f"{curves['plain model'][-1]:.1%}", ""]]
+    mean = {name: settled(curve) for name, curve in curves.items()}
+
+    def shown(name: str) -> list[str]:
+        return [f"{curves[name][-1]:.1%}", f"{mean[name]:.1%}"]
+
+    rows = [["plain model", "", f"{counts['plain model']:,}", *shown("plain model"), "", ""]]
     rows += [
-        [
-            layout,
-            meaning,
-            f"{counts[layout]:,}",
-            f"{curves[layout][-1]:.1%}",
-            f"{curves[f'{layout}, no μ'][-1]:.1%}",
-        ]
+        [layout, meaning, f"{counts[layout]:,}", *shown(layout), *shown(f"{layout}, no μ")]
         for layout, meaning in MEANING.items()
     ]
-    last = {k: v[-1] for k, v in curves.items()}
-    best, bare = (max(MEANING, key=lambda k, end=end: last[k + end]) for end in ("", ", no μ"))  # type: ignore[misc]
-    says = (
-        f"With μ the layouts reach {min(last[k] for k in LAYOUTS):.1%} to {max(last[k] for k in LAYOUTS):.1%}, the best"
-        f" is {best}; without it {min(last[k + ', no μ'] for k in LAYOUTS):.1%} to"
-        f" {max(last[k + ', no μ'] for k in LAYOUTS):.1%}, the best is {bare}. The plain model has"
-        f" {last['plain model']:.1%}."
-    )
+    parts = []
+    for with_it, end in (("with μ", ""), ("without it", ", no μ")):
+        reached = {mean[layout + end]: layout for layout in MEANING}
+        best = reached[max(reached)]
+        parts.append(f"{with_it} {min(reached):.1%} to {max(reached):.1%}, the best is {best}")
+    says = f"Mean of the last five epochs: {'; '.join(parts)}. The plain model has {mean['plain model']:.1%}."
     numbers: dict[str, Any] = {
         "seed": seed, "images": len(images.y), "tested_on": len(images.y_test), "epochs": size.epochs,
         "batch": size.batch, "lr": method.lr, "momentum": method.momentum, "lambda": method.lam,
         "parameters_without_mu": counts, "accuracy": curves,
     }  # fmt: skip
-    titles = ["layout", "meaning", "parameters without μ", "accuracy", "without μ"]
+    titles = ["layout", "meaning", "parameters without μ", "accuracy", "last five", "without μ", "last five"]
     return Outcome(titles, rows, says, numbers, partial(draw, curves, size.epochs))
 
 
@@ -84,5 +81,6 @@ def draw(curves: dict[str, list[float]], count: int) -> Figure:
         for layout, shade in zip(MEANING, (BLUE, GREEN, RED, GOLD)):
             a.plot(range(1, count + 1), curves[layout + end], color=shade, linewidth=1.7, label=layout)
         a.set_ylim(bottom=0.0)
+        a.set_xticks(range(0, count + 1, max(1, count // 5)))
     axes[1].legend(frameon=False, fontsize=7.5)
     return figure

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedspan.methods.factorized_fl import FactorizedLocal
-from fedspan.theory.images import QUICK, Images, Size, accuracy, colour, corrections, epochs, network, nonzero
+from fedspan.theory.images import QUICK, Images, Size, accuracy, colour, corrections, epochs, network, nonzero, settled
 from fedspan.theory.outcome import BLUE, GREY, RED, Outcome, panels
 
 if TYPE_CHECKING:
@@ -53,40 +53,37 @@ def compare(
         if mus:
             share[name] = nonzero(mus) / sum(p.numel() for p in mus.values())
     full = sum(p.numel() for p in plain.init().values())
+    mean = {name: settled(curve) for name, curve in curves.items()}
     rows = [
         [
-            name,
-            f"{held[name]:,}",
-            f"{held[name] / full:.1%}",
-            f"{share[name]:.1%}" if name in share else "",
-            f"{a[-1]:.1%}",
+            *(name, f"{held[name]:,}", f"{held[name] / full:.1%}", f"{share[name]:.1%}" if name in share else ""),
+            *(f"{curve[-1]:.1%}", f"{mean[name]:.1%}"),
         ]
-        for name, a in curves.items()
+        for name, curve in curves.items()
     ]
-    sparse = [k for k in share if held[k] < full]
-    best = max(sparse, key=lambda k: curves[k][-1], default=None)
+    best = max((k for k in share if held[k] < full), key=lambda k: mean[k], default=None)
     found = (
         "no λ leaves fewer non-zeros than that"
         if best is None
-        else f"of the factorised models with fewer, the best has {curves[best][-1]:.1%} with {held[best]:,} ({best})"
+        else f"of the factorised models with fewer, the best has {mean[best]:.1%} with {held[best]:,} ({best})"
     )
-    says = f"The plain model has {curves['plain'][-1]:.1%} with {full:,} parameters; {found}."
+    says = f"Mean of the last five epochs: the plain model has {mean['plain']:.1%} with {full:,} parameters; {found}."
     numbers: dict[str, Any] = {
         "seed": seed, "images": len(images.y), "tested_on": len(images.y_test), "epochs": size.epochs,
         "batch": size.batch, "lr": method.lr, "momentum": method.momentum, "lambdas": list(lambdas),
         "parameters": full, "nonzero": held, "share_of_mu": share, "accuracy": curves,
     }  # fmt: skip
-    titles = ["model", "non-zeros", "of the plain one's", "of μ", "accuracy"]
-    return Outcome(titles, rows, says, numbers, partial(draw, curves, held, full))
+    titles = ["model", "non-zeros", "of the plain one's", "of μ", "accuracy", "last five"]
+    return Outcome(titles, rows, says, numbers, partial(draw, mean, held, full))
 
 
-def draw(curves: dict[str, list[float]], held: dict[str, int], full: int) -> Figure:
-    """Accuracy against what is not zero."""
-    figure, (axes,) = panels(5.4, 3.5, [("accuracy after training", "non-zero parameters")])
-    for name, reached in curves.items():
+def draw(mean: dict[str, float], held: dict[str, int], full: int) -> Figure:
+    """Accuracy, mean of the last five epochs, against what is not zero."""
+    figure, (axes,) = panels(5.4, 3.5, [("accuracy, mean of the last five epochs", "non-zero parameters")])
+    for name, reached in mean.items():
         shade = RED if name == "plain" else GREY if name == "without μ" else BLUE
-        axes.scatter([held[name]], [reached[-1]], color=shade, s=34, zorder=3)
-        axes.annotate(name, (held[name], reached[-1]), textcoords="offset points", xytext=(5, 5), fontsize=7.5)
+        axes.scatter([held[name]], [reached], color=shade, s=34, zorder=3)
+        axes.annotate(name, (held[name], reached), textcoords="offset points", xytext=(5, 5), fontsize=7.5)
     axes.axvline(full, color=RED, linewidth=0.8, linestyle=(0, (2, 2)))
     axes.set_xlim(0, 1.25 * max(full, *held.values()))
     return figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -137,6 +137,12 @@ def accuracy(task: Task, params: Params, images: Images) -> float:
     with torch.no_grad():
         found = torch.cat([task.predict(params, x).argmax(1) for x in torch.split(images.x_test, 500)])
     return float((found == images.y_test).double().mean())
+
+
+def settled(curve: Sequence[float]) -> float:
+    """Mean over the last five epochs: single ones swing by more than what is to be told apart."""
+    last = curve[-5:]
+    return sum(last) / len(last)
 
 
 def nonzero(params: Params) -> int:
