@@ -43,7 +43,7 @@ def run(
 ) -> Simulation:
     chosen = {"participation": 1.0, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
     data = data or make_data(kind)
-    settled = Settings(evaluate_every=100, **chosen)
+    settled = Settings(**{"evaluate_every": 100, **chosen})
     sim = Simulation(method, make_task(kind), data, rounds=rounds, seed=5, settings=settled)
     sim.run()
     return sim
@@ -538,6 +538,26 @@ def test_what_the_server_knows_can_be_shown() -> None:
     known = int((seen["n"] > 0).sum())
     assert found["neighbours"] == known - 1 and found["likeness_v_min"] <= found["likeness_v"] <= 1
     assert FactorizedFL().monitor(run(FactorizedFL(), rounds=0).record.server) == {}
+
+
+def test_likeness_of_v_and_u_is_kept_over_the_rounds() -> None:
+    sim = run(FactorizedFL(lr=0.1), "cnn", rounds=2, participation=0.4, evaluate_every=1)
+    server = sim.record.server
+    known = server["seen"]["n"] > 0
+    assert 2 <= int(known.sum()) < len(known)
+    found = sim.method.matrices(server)
+    pairs = known[:, None] & known[None, :]
+    u = torch.cat([p.flatten(1) for p in server["u"].values()], 1)
+    for name, rows in (("v", server["z"].flatten(1)), ("u", u)):
+        assert torch.equal(torch.isfinite(found[name]), pairs)
+        by_hand = nn.functional.cosine_similarity(rows[:, None], rows[None, :], dim=2)
+        assert_close({name: found[name][pairs]}, {name: by_hand[pairs]})
+    kept = [line["matrices"] for line in sim.record.lines]
+    assert [set(k) for k in kept] == [{"v", "u"}] * 2
+    assert kept[1]["u"][0][0] == (1.0 if known[0] else None)
+    for method in (FactorizedFedAvg(), FactorizedLocal()):
+        assert method.matrices(run(method, rounds=1).record.server) == {}
+    assert FactorizedFL().matrices(run(FactorizedFL(), rounds=0).record.server) == {}
 
 
 @pytest.mark.parametrize(

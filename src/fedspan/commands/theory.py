@@ -1,4 +1,4 @@
-"""`fedspan theory`: what the pFL-MF paper claims, run and drawn."""
+"""`fedspan theory`: what the pFL-MF and Factorized-FL papers claim, run and drawn."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ class Check(StrEnum):
     example_2 = "example-2"
     movielens = "movielens"
     figure_1 = "figure-1"
+    factor_updates = "factor-updates"
+    factor_layouts = "factor-layouts"
+    factor_sparsity = "factor-sparsity"
+
+
+REAL = (Check.movielens, Check.factor_updates, Check.factor_layouts, Check.factor_sparsity)
+"""Checks on real data; the others make their own."""
 
 
 class Suffix(StrEnum):
@@ -36,24 +43,32 @@ class Suffix(StrEnum):
 Name = Annotated[Check, typer.Argument(metavar="NAME", help=f"One of {', '.join(Check)}.", show_default=False)]
 Out = Annotated[Path | None, typer.Option("--out", help="Directory to write to; default runs/theory.")]
 Figure = Annotated[Suffix, typer.Option("--figure", help="Kind of figure.")]
-Root = Annotated[str | None, typer.Option("--root", help="movielens: where data lie; default $FEDSPAN_DATA.")]
+Root = Annotated[str | None, typer.Option("--root", help="movielens, factor-*: where data lie; default $FEDSPAN_DATA.")]
+Quick = Annotated[bool, typer.Option("--quick", help="factor-*: a few pictures and epochs, only to see that it works.")]
 
 
-def theory(name: Name, out: Out = None, figure: Figure = Suffix.png, root: Root = None) -> None:
-    """Check Theorem 1, an example or Figure 1 of the pFL-MF paper; writes a figure and its numbers as JSON."""
+def theory(name: Name, out: Out = None, figure: Figure = Suffix.png, root: Root = None, quick: Quick = False) -> None:
+    """Check Theorem 1, an example or Figure 1 of the pFL-MF paper, or figures of the Factorized-FL paper (factor-*).
+
+    Writes a figure and its numbers as JSON.
+    """
     from fedspan.report.canvas import save
 
-    if root is not None and name is not Check.movielens:
-        raise ConfigError(f"theory: --root goes with movielens. Got it with {name}, which makes its own data.")
+    if root is not None and name not in REAL:
+        raise ConfigError(f"theory: --root goes with {', '.join(REAL)}. Got it with {name}, which makes its own data.")
+    if quick and not name.startswith("factor-"):
+        raise ConfigError(f"theory: --quick goes with the checks called factor-*. Got it with {name}.")
     where = directory(out, "theory")
-    outcome = perform(name, root)
+    if quick:
+        note("--quick: too few pictures and epochs for the numbers to mean anything.")
+    outcome = perform(name, root, quick)
     show(table(outcome.titles, outcome.rows, right=range(1, len(outcome.titles))))
     say(outcome.says)
     say(f"Numbers: {outcome.write(where / f'{name}.json')}")
     say(f"Figure: {save(outcome.draw, where / f'{name}.{figure}')}")
 
 
-def perform(name: Check, root: str | None = None) -> Outcome:
+def perform(name: Check, root: str | None = None, quick: bool = False) -> Outcome:
     """Run one check; only its own module is imported."""
     if name is Check.theorem_1:
         from fedspan.theory import theorem_1
@@ -71,6 +86,18 @@ def perform(name: Check, root: str | None = None) -> Outcome:
         from fedspan.theory import movielens
 
         return movielens.run(root, say=note)
+    if name is Check.factor_updates:
+        from fedspan.theory import factor_updates
+
+        return factor_updates.run(root, quick, say=note)
+    if name is Check.factor_layouts:
+        from fedspan.theory import factor_layouts
+
+        return factor_layouts.run(root, quick, say=note)
+    if name is Check.factor_sparsity:
+        from fedspan.theory import factor_sparsity
+
+        return factor_sparsity.run(root, quick, say=note)
     from fedspan.theory import figure_1
 
     return figure_1.run()

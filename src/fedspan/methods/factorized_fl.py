@@ -369,13 +369,28 @@ class FactorizedFL(Sharing):
         known = (seen["n"] > 0).nonzero()[:, 0]
         if len(known) < 2:
             return found
-        u = torch.cat([p.flatten(1) for p in server["u"].values()], 1)[known]
         off = ~torch.eye(len(known), dtype=torch.bool)
-        for name, sigma in (("v", seen["sigma"][known][:, known]), ("u", cosine(u))):
-            found[f"likeness_{name}"] = float(sigma[off].mean())
-            found[f"likeness_{name}_min"] = float(sigma[off].min())
+        for name, sigma in self.matrices(server).items():
+            among = sigma[known][:, known][off]
+            found[f"likeness_{name}"] = float(among.mean())
+            found[f"likeness_{name}_min"] = float(among.min())
         found["neighbours"] = float(self.members(seen)[known].sum(1).double().mean()) - 1
         return found
+
+    def matrices(self, server: Tree) -> dict[str, Tensor]:
+        """Cosines of the clients' v (those that match them) and of all their u as one vector; Figure 7(a) to (e).
+
+        NaN for who never sent anything; none at all as long as there are no two to compare.
+        """
+        if not self.personal_average:
+            return {}
+        known = server["seen"]["n"] > 0
+        if int(known.sum()) < 2:
+            return {}
+        both = {"v": server["seen"]["sigma"]}
+        if "u" in server:  # not if all factorised layers are private
+            both["u"] = cosine(torch.cat([p.flatten(1) for p in server["u"].values()], 1))
+        return {k: sigma.masked_fill(~(known[:, None] & known[None, :]), torch.nan) for k, sigma in both.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

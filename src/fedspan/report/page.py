@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -226,7 +227,11 @@ def _matching(groups: Sequence[Group]) -> str:
             of = matching.matching(g.runs[0])
             says = matching.sentence(of, matching.found_in(of))
             label = f"Likeness and matches of the clients of {g.label}. {says}"
-            svg = inline_svg(lambda of=of: matching.matching_figure(of), label, f"m{k}")  # type: ignore[misc]
+            svg = inline_svg(partial(matching.matching_figure, of), label, f"m{k}")
+            kept = matching.history(g.runs[0].lines, len(of.names))
+            if kept:
+                label = f"Likeness of the clients of {g.label} over the rounds."
+                svg += inline_svg(partial(matching.history_figure, of, kept), label, f"h{k}")
         except Exception as e:  # a damaged checkpoint can fail anywhere, and must not cost the rest of the page
             why = clean(without_paths(str(e) or type(e).__name__), 300)
             out += f'<p class="note">No matches of {escape(g.label)}: {escape(why)}</p>\n'
@@ -237,7 +242,8 @@ def _matching(groups: Sequence[Group]) -> str:
     more = f" The first {_MATCHINGS} of {len(those)} settings are shown." if len(those) > _MATCHINGS else ""
     return (
         "<section>\n<h2>Who learns from whom</h2>\n<p>How alike the server found the clients, and how often each (row)"
-        " received from each (column); darker is more, lines divide the true groups."
+        " received from each (column); darker is more, lines divide the true groups. Where it was kept, likeness over"
+        " the rounds stands below."
         f'{more}</p>\n<div class="figures wide">\n{out}</div>\n</section>\n'
     )
 
