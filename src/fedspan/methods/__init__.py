@@ -21,6 +21,7 @@ from fedspan.methods.fedrep import FedRep
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
+from fedspan.methods.pfedme import L2gd, PFedMe
 from fedspan.methods.pfedsim import PFedSim
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
 
@@ -44,6 +45,8 @@ METHODS: dict[str, type[Method]] = {
     "fedproto": FedProto,
     "fedtgp": FedTgp,
     "fedala": FedAla,
+    "pfedme": PFedMe,
+    "l2gd": L2gd,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -82,9 +85,11 @@ __all__ = [
     "FedRep",
     "FedSim",
     "FedTgp",
+    "L2gd",
     "LgFedAvg",
     "Local",
     "Oracle",
+    "PFedMe",
     "PFedSim",
     "PerFedAvg",
     "PflMf",
