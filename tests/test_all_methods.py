@@ -60,6 +60,8 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("pfedme", {"private_head": True, "beta": 0.7, "momentum": 0.5, "lr_inner": 0.02, "inner_steps": 2}),
     ("l2gd", {"p": 0.4, "private_head": True, "weight_decay": 0.01}),
     ("l2gd", {}),
+    ("flute", {"head_epochs": 1}),
+    ("flute", {"head_epochs": 1, "lr_server": 0.0, "momentum": 0.5, "rep_epochs": 2}),
     ("fedproto", {}),
     ("fedproto", {"weighting": "uniform", "predict_by": "prototype", "momentum": 0.5, "lam": 3.0}),
     ("fedtgp", {"server_epochs": 2}),

@@ -18,6 +18,7 @@ from fedspan.methods.fedfomo import FedFomo
 from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedproto import FedProto, FedTgp
 from fedspan.methods.fedrep import FedRep
+from fedspan.methods.flute import Flute
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
@@ -47,6 +48,7 @@ METHODS: dict[str, type[Method]] = {
     "fedala": FedAla,
     "pfedme": PFedMe,
     "l2gd": L2gd,
+    "flute": Flute,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -85,6 +87,7 @@ __all__ = [
     "FedRep",
     "FedSim",
     "FedTgp",
+    "Flute",
     "L2gd",
     "LgFedAvg",
     "Local",

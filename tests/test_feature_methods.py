@@ -1,0 +1,120 @@
+"""Methods that look at features and heads: limiting cases and equations, in float64, to 1e-12.
+
+* FLUTE: without its terms it is FedRep's head phase followed by FedPer's joint one; NC = 0 for a simplex, and its
+  step is that of its derivative; heads come back from the server moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conftest import assert_close, assert_same, make_task
+from fedspan import tree
+from fedspan.batches import Epochs
+from fedspan.errors import ConfigError
+from fedspan.method import Federation, Method, Round, Visit
+from fedspan.methods import FedPer, FedRep, Flute
+from fedspan.methods.flute import collapse
+from fedspan.task import Task
+from fedspan.tree import Tree
+from test_limits import MAPPING, STEPS, models, run, same_models
+
+FULL: dict[str, Any] = {"rounds": 1, "participation": 1.0, "batch_size": "full", "epochs": 1}
+
+
+def by_hand(module: nn.Sequential, theta: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Features and outputs of the small perceptron, layer by layer."""
+    f = (x @ theta["0.weight"].T + theta["0.bias"]).relu()
+    f = (f @ theta["2.weight"].T + theta["2.bias"]).relu()
+    return f, f @ theta["4.weight"].T + theta["4.bias"]
+
+
+# ------------------------------------------------------------------------------------------------ FLUTE
+
+
+class HeadThenBoth(FedPer):
+    """FedRep's head phase, then FedPer's joint phase."""
+
+    def plan(self) -> Any:
+        return {"head": Epochs(2), "body": Epochs(0), "train": Epochs()}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Any:
+        steps = {"lr": self.lr, "momentum": self.momentum, "weight_decay": self.weight_decay}
+        rep: Method = FedRep(**steps)
+        return super().client_update(task, rep.client_update(task, client, down, visit)[0], down, visit)
+
+
+@MAPPING
+def test_flute_without_its_terms_is_fedreps_head_phase_and_then_fedper(mapping: str) -> None:
+    plain = Flute(head_epochs=2, lam_1=0.0, lam_2=0.0, lam_3=0.0, lr_server=0.0, **STEPS)
+    same_models(plain, HeadThenBoth(**STEPS), mapping=mapping)
+    # A server that sees the heads but hardly moves them gives the same models.
+    seen = Flute(head_epochs=2, lam_1=0.0, lam_2=0.0, lam_3=0.0, lr_server=1e-15, **STEPS)
+    assert_close(models(run(plain, mapping=mapping)), models(run(seen, mapping=mapping)))
+
+
+@pytest.mark.parametrize("C", [2, 3, 10])
+def test_collapse_vanishes_for_a_simplex_and_has_no_bad_slope(C: int) -> None:
+    simplex = (torch.eye(C, dtype=torch.float64) - 1 / C) * 3.0
+    ones = torch.ones(C, dtype=torch.float64)
+    assert float(collapse(simplex, ones)) < 1e-7
+    assert float(collapse(torch.eye(C, dtype=torch.float64), ones)) > 0.01
+    for W in (simplex, torch.zeros(C, 4, dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)):
+        slope = torch.func.grad(collapse)(W, torch.ones(len(W), dtype=torch.float64))
+        assert torch.isfinite(slope).all()
+    missing = ones.clone()
+    missing[0] = 0
+    W = torch.randn(C, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(C))
+    gram, target = W @ W.T, (torch.eye(C) - 1 / C) / (C - 1) ** 0.5
+    target[0], target[:, 0] = 0, 0
+    assert float(collapse(W, missing)) == pytest.approx(float((gram / gram.norm() - target).norm()), abs=1e-7)
+
+
+@MAPPING
+def test_flute_minimises_the_sum_of_its_terms(mapping: str) -> None:
+    method = Flute(lr=0.1, head_epochs=1, lam_1=0.5, lam_2=0.3, lam_3=0.01, lr_server=0.0)
+    sim = run(method, mapping=mapping, **FULL)
+    task = make_task()
+    for i in (0, 3, 6):
+        x, y = sim.data.x[torch.from_numpy(sim.data.train[i])], sim.data.labels(i, "train")
+        c = torch.tensor([float((y == k).any()) for k in range(3)], dtype=torch.float64)
+        theta = task.init()
+        for moving, spread in ((task.head, 0.0), (task.names, 0.01)):
+            p = {k: a.clone().requires_grad_() for k, a in theta.items()}
+            f, output = by_hand(task.module, p, x)  # type: ignore[arg-type]
+            W = p["4.weight"]
+            loss = nn.functional.cross_entropy(output, y) + 0.5 * collapse(W, c) + 0.3 * W.square().sum()
+            loss = loss + spread * f.square().sum()
+            g = dict(zip(p, torch.autograd.grad(loss, list(p.values()))))
+            theta = {k: (a - 0.1 * g[k]).detach() if k in moving else a.detach() for k, a in p.items()}
+        assert_close(sim.record.row(i)["h"], tree.select(theta, task.head))
+
+
+@MAPPING
+def test_flute_server_moves_the_heads_it_received_and_sends_them_back(mapping: str) -> None:
+    options = {**FULL, "participation": 0.6, "mapping": mapping}
+    home, away = run(Flute(lr=0.1, lr_server=1e-300), **options), run(Flute(lr=0.1, lr_server=0.7), **options)
+    assert_same(home.record.server["theta"], away.record.server["theta"])
+    asked = [i for i in range(7) if not torch.equal(home.record.server["h"]["4.bias"][i], make_task().init()["4.bias"])]
+    assert len(asked) == 4
+    for i in range(7):
+        W = home.record.server["h"]["4.weight"][i].clone().requires_grad_()
+        y = home.data.labels(i, "train")
+        c = torch.tensor([float((y == k).any()) for k in range(3)], dtype=torch.float64)
+        slope = torch.autograd.grad(collapse(W, c), W)[0] if i in asked else torch.zeros_like(W)
+        assert_close(away.personal(i)[1]["4.weight"], (W - 0.7 / 4 * slope).detach())
+        assert_same(away.record.row(i), {"h": {}})
+
+
+def test_flute_needs_a_classifier_and_private_heads() -> None:
+    with pytest.raises(ConfigError, match="Flute: private_head must be true"):
+        Flute(private_head=False)
+    with pytest.raises(ConfigError, match="Flute: the model must be a classifier"):
+        Flute().init_server(Task(nn.Linear(3, 1), "regression"), Federation(2, 0))
+    nobody = torch.tensor([], dtype=torch.int64)
+    mean = {"theta": {"a": torch.ones(2)}}
+    assert_same(Flute(lr_server=0.0).server_update({}, Round(1, nobody, nobody, nobody, mean, {}, nobody)), mean)
