@@ -2,6 +2,8 @@
 
 * FLUTE: without its terms it is FedRep's head phase followed by FedPer's joint one; NC = 0 for a simplex, and its
   step is that of its derivative; heads come back from the server moved.
+* FedAS: without alignment and with equal traces = FedPer with uniform weights; the trace is the sum of squared
+  gradients; aligning a body with itself changes nothing on the whole data; a client without a past does not align.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fedspan import tree
 from fedspan.batches import Epochs
 from fedspan.errors import ConfigError
 from fedspan.method import Federation, Method, Round, Visit
-from fedspan.methods import FedPer, FedRep, Flute
+from fedspan.methods import FedAs, FedPer, FedRep, Flute
 from fedspan.methods.flute import collapse
 from fedspan.task import Task
 from fedspan.tree import Tree
@@ -118,3 +120,64 @@ def test_flute_needs_a_classifier_and_private_heads() -> None:
     nobody = torch.tensor([], dtype=torch.int64)
     mean = {"theta": {"a": torch.ones(2)}}
     assert_same(Flute(lr_server=0.0).server_update({}, Round(1, nobody, nobody, nobody, mean, {}, nobody)), mean)
+
+
+# ------------------------------------------------------------------------------------------------ FedAS
+
+
+@MAPPING
+def test_fedas_without_alignment_and_with_equal_traces_is_fedper(mapping: str) -> None:
+    class Alike(FedAs):
+        def trace(self, task: Task, params: Tree, stream: Any) -> Tensor:
+            return 0 * super().trace(task, params, stream) + 3.0
+
+    uniform = FedPer(weighting="uniform", **STEPS)
+    same_models(Alike(align_epochs=0, **STEPS), uniform, mapping=mapping)
+    same_models(FedAs(align_epochs=0, fisher=False, weighting="uniform", **STEPS), uniform, mapping=mapping)
+    same_models(FedAs(align_epochs=0, fisher=False, **STEPS), FedPer(**STEPS), mapping=mapping)
+
+
+@MAPPING
+def test_fedas_weights_are_traces_of_the_fisher_information(mapping: str) -> None:
+    sim = run(FedAs(lr=0.1), rounds=1, participation=1.0, mapping=mapping, batch_size=5)
+    task, data = make_task(), sim.data
+    traces = []
+    for i in range(7):
+        row, total = sim.record.row(i), 0.0
+        x, y = data.x[torch.from_numpy(data.train[i])], data.labels(i, "train")
+        for k in range(0, len(x), 5):
+            p = {n: a.clone().requires_grad_() for n, a in (row["theta"] | row["h"]).items()}
+            loss = nn.functional.cross_entropy(task.predict(p, x[k : k + 5]), y[k : k + 5])
+            total += sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(p.values())))
+        traces.append(total)
+    w = torch.tensor(traces, dtype=torch.float64)
+    bodies = tree.stack([sim.record.row(i)["theta"] for i in range(7)])
+    assert_close(sim.record.server["theta"], tree.map(lambda a: torch.tensordot(w / w.sum(), a, 1), bodies))
+    assert max(traces) > 1.5 * min(traces)
+
+
+@MAPPING
+@pytest.mark.parametrize("align", ["class-mean", "example"])
+def test_fedas_aligns_with_the_clients_own_past(mapping: str, align: Any) -> None:
+    method = FedAs(lr=0.2, align=align, lr_align=0.3, fisher=False)
+    sim = run(method, **{**FULL, "mapping": mapping})
+    task, new = make_task(), sim.record.server["theta"]
+    for i in (1, 4):
+        row = sim.record.row(i)
+        x, y = sim.data.x[torch.from_numpy(sim.data.train[i])], sim.data.labels(i, "train")
+        past = by_hand(task.module, row["theta"] | row["h"], x)[0]  # type: ignore[arg-type]
+        p = {k: a.clone().requires_grad_() for k, a in new.items()}
+        f = by_hand(task.module, p | row["h"], x)[0]  # type: ignore[arg-type]
+        loss = torch.zeros((), dtype=torch.float64)
+        for c in set(y.tolist()):
+            mine, own = f[y == c], past[y == c].mean(0)
+            loss = loss + ((mine.mean(0) - own) if align == "class-mean" else (mine - own)).square().mean()
+        g = torch.autograd.grad(loss, list(p.values()))
+        expected = {k: (a - 0.3 * d).detach() for (k, a), d in zip(p.items(), g)}
+        assert_close(tree.select(sim.personal(i)[1], task.body), expected)
+    # Who aligns with the body it already has stands still if a minibatch is all of its data, in the mean of a class.
+    one = method._aligned(task, {**sim.record.row(1), "theta": new}, new, sim.engine._visit(1, 2, method.plan(), {})[0])
+    still = max(float((one[k] - new[k]).abs().max()) for k in new)
+    assert still < 1e-15 if align == "class-mean" else still > 1e-6
+    fresh = run(method, rounds=0)
+    assert_same(fresh.personal(2)[1], task.init())

@@ -12,6 +12,7 @@ from fedspan.methods.cfl import Cfl
 from fedspan.methods.ditto import Ditto
 from fedspan.methods.fedala import FedAla
 from fedspan.methods.fedalt import FedAlt, FedSim
+from fedspan.methods.fedas import FedAs
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
 from fedspan.methods.fedfomo import FedFomo
@@ -49,6 +50,7 @@ METHODS: dict[str, type[Method]] = {
     "pfedme": PFedMe,
     "l2gd": L2gd,
     "flute": Flute,
+    "fedas": FedAs,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -78,6 +80,7 @@ __all__ = [
     "Ditto",
     "FedAla",
     "FedAlt",
+    "FedAs",
     "FedAvg",
     "FedBabu",
     "FedFomo",

@@ -13,6 +13,7 @@ from torch.func import grad, vmap
 
 from fedspan import tree
 from fedspan.batches import All, Amount, Batch, Epochs
+from fedspan.classes import class_matrix, members
 from fedspan.errors import ConfigError
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
 from fedspan.task import Task
@@ -67,20 +68,12 @@ class Flute(Sharing):
         """Whether heads are seen and kept by the server."""
         return self.lr_server > 0
 
-    def weights(self, task: Task) -> str:
-        """The name of the class weights."""
-        start = task.init()
-        names = [k for k in task.need_head() if start[k].ndim == 2]
-        if task.kind != "classification" or len(names) != 1:
-            raise ConfigError("Flute: the model must be a classifier whose head has one matrix, a row per class.")
-        return names[0]
-
     def plan(self) -> Mapping[str, Amount]:
         return {"head": Epochs(self.head_epochs), "train": Epochs(self.rep_epochs), "all": All()}
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         state = super().init_server(task, federation)
-        self.weights(task)
+        class_matrix(task, "Flute")
         if self.shown:
             head, n = tree.select(task.init(), task.head), federation.clients
             state["h"] = tree.map(lambda a: a.expand(n, *a.shape).clone(), head)
@@ -94,7 +87,7 @@ class Flute(Sharing):
         return Down({"theta": server["theta"]}, {"h": tree.take(server["h"], ids)} if self.shown else {})
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        name, phi, stats = self.weights(task), down["theta"], tree.without(client["h"], task.head)
+        name, phi, stats = class_matrix(task, "Flute"), down["theta"], tree.without(client["h"], task.head)
         h: Params = down["h"] if self.shown else tree.select(client["h"], task.head)
         c = self._classes(h[name], visit)
 
@@ -121,7 +114,7 @@ class Flute(Sharing):
         """1 for each class among a client's examples."""
         found = torch.zeros_like(W[:, 0])
         for batch in visit["all"]:
-            found = found + (torch.nn.functional.one_hot(batch.y, len(W)) * batch.w[:, None]).sum(0)
+            found = found + members(batch, len(W), W.dtype).sum(0)
         return (found > 0).to(W.dtype)
 
     def server_update(self, server: Tree, round: Round) -> Tree:
