@@ -64,6 +64,8 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("flute", {"head_epochs": 1, "lr_server": 0.0, "momentum": 0.5, "rep_epochs": 2}),
     ("fedas", {}),
     ("fedas", {"align": "example", "align_epochs": 2, "private_head": False, "fisher": False, "momentum": 0.5}),
+    ("pfedfda", {}),
+    ("pfedfda", {"single_beta": True, "momentum": 0.5, "weight_decay": 0.01, "lr": 0.005}),
     ("fedproto", {}),
     ("fedproto", {"weighting": "uniform", "predict_by": "prototype", "momentum": 0.5, "lam": 3.0}),
     ("fedtgp", {"server_epochs": 2}),
@@ -87,7 +89,9 @@ MODELS = pytest.mark.parametrize("kind", ["mlp", "cnn", "dropout"])
 
 
 # Methods whose server also holds what follows from the data alone.
-SUMMARISING = {"pfedsim", "fedproto", "fedtgp"}
+SUMMARISING = {"pfedsim", "fedproto", "fedtgp", "pfedfda"}
+# Where fitting at use also learns: how to do without.
+UNTUNED = {"fedbabu": {"finetune_epochs": 0}, "pfedfda": {"beta": 0.0}}
 
 
 def test_every_registered_method_is_in_the_table() -> None:
@@ -242,7 +246,8 @@ def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> N
     after = run(method, rounds=2, participation=1.0)
     if getattr(method, "moves", False) or name in SUMMARISING:  # the server may hold other things; the models stay
         for i in range(7):
-            a, b = (tree.without(sim.personal(i)[1], ["p"]) for sim in (before, after))
+            computed = ["p", *(make_task().head if name == "pfedfda" else [])]
+            a, b = (tree.without(sim.personal(i)[1], computed) for sim in (before, after))
             assert_close(a, b, 1e-7)
     else:
         # Flags and statistics of who was there are not parameters.
@@ -257,9 +262,7 @@ def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> N
 @ROWS
 def test_training_lowers_the_loss(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
-    untuned = (
-        make(name, **{**fields, "finetune_epochs": 0}) if name == "fedbabu" else method
-    )  # tuning at use also learns
+    untuned = make(name, **fields | UNTUNED.get(name, {}))
     start = run(untuned, rounds=0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
     end = run(method, rounds=15, participation=1.0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
     assert end < 0.8 * start

@@ -4,6 +4,8 @@
   step is that of its derivative; heads come back from the server moved.
 * FedAS: without alignment and with equal traces = FedPer with uniform weights; the trace is the sum of squared
   gradients; aligning a body with itself changes nothing on the whole data; a client without a past does not align.
+* pFedFDA: on Gaussian classes its head is as good as Bayes' rule; beta = 1 is the client's own discriminant, beta = 0
+  the common one with the client's label frequencies; beta is the best of its grid; the head stays fixed in training.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from fedspan import tree
 from fedspan.batches import Epochs
 from fedspan.errors import ConfigError
 from fedspan.method import Federation, Method, Round, Visit
-from fedspan.methods import FedAs, FedPer, FedRep, Flute
+from fedspan.methods import FedAs, FedPer, FedRep, Flute, PFedFda
 from fedspan.methods.flute import collapse
+from fedspan.methods.pfedfda import Gaussians
 from fedspan.task import Task
 from fedspan.tree import Tree
 from test_limits import MAPPING, STEPS, models, run, same_models
@@ -181,3 +184,116 @@ def test_fedas_aligns_with_the_clients_own_past(mapping: str, align: Any) -> Non
     assert still < 1e-15 if align == "class-mean" else still > 1e-6
     fresh = run(method, rounds=0)
     assert_same(fresh.personal(2)[1], task.init())
+
+
+# ------------------------------------------------------------------------------------------------ pFedFDA
+
+
+def gaussian_features(n: int, seed: int = 0) -> tuple[Tensor, Tensor, Gaussians, Tensor]:
+    """Features of three classes with a common covariance, their classes, the truth, and their frequencies."""
+    g = torch.Generator().manual_seed(seed)
+    mu = 1.5 * torch.randn(3, 4, dtype=torch.float64, generator=g)
+    A = torch.randn(4, 4, dtype=torch.float64, generator=g)
+    prior = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    y = torch.multinomial(prior, n, True, generator=g)
+    f = mu[y] + torch.randn(n, 4, dtype=torch.float64, generator=g) @ A.T
+    return f, y, Gaussians(mu, A @ A.T), prior
+
+
+def test_pfedfda_head_reaches_bayes_rule_on_gaussian_classes() -> None:
+    f, y, truth, prior = gaussian_features(20_000)
+    method = PFedFda(epsilon=1e-9, ridge=0.0)
+    member = nn.functional.one_hot(y, 3).double()
+    found = method.estimate(f, member, Gaussians(torch.zeros(3, 4).double(), torch.eye(4).double()))
+    assert float((found.mu - truth.mu).abs().max()) < 0.15 and float((found.S - truth.S).abs().max()) < 0.2
+    density = torch.stack(
+        [torch.distributions.MultivariateNormal(m, truth.S).log_prob(f) + p.log() for m, p in zip(truth.mu, prior)], 1
+    )
+    coef, bias = method.discriminant(truth, prior)
+    scores = f @ coef.T + bias
+    assert_close(scores - scores[:, :1], density - density[:, :1], 1e-6)  # up to what is common to all classes
+    bayes = float((density.argmax(1) == y).double().mean())
+    coef, bias = method.discriminant(found, prior)
+    assert float(((f @ coef.T + bias).argmax(1) == y).double().mean()) == pytest.approx(bayes, abs=0.005)
+
+
+def test_pfedfda_estimates_are_those_of_the_books_and_rare_classes_take_the_common_mean() -> None:
+    f, y, _, _ = gaussian_features(30)
+    y[:2], y[2:] = 2, y[2:].clamp_max(1)
+    common = Gaussians(torch.full((3, 4), 7.0, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
+    found = PFedFda(ridge=0.1).estimate(f, nn.functional.one_hot(y, 3).double(), common)
+    mu = torch.stack([f[y == 0].mean(0), f[y == 1].mean(0), common.mu[2]])
+    S = (f - mu[y]).T @ (f - mu[y]) / 29 + 0.1 * torch.eye(4, dtype=torch.float64)
+    assert_close((found.mu, found.S), (mu, S))
+
+
+def test_pfedfda_beta_is_the_best_of_its_grid() -> None:
+    f, y, truth, prior = gaussian_features(40, seed=3)
+    member = nn.functional.one_hot(y, 3).double()
+    wrong = Gaussians(truth.mu.flip(0), truth.S * 4)
+    method = PFedFda()
+    trusts, doubts = (method._choose(f, member, g, prior) for g in (truth, wrong))
+    assert float(doubts[0]) > 0.9 and float(trusts[0]) < float(doubts[0])
+    one = PFedFda(single_beta=True)._choose(f, member, wrong, prior)
+    assert one[0] == one[1]
+    few = method._choose(f, 0 * member, truth, prior)
+    assert few.tolist() == [0.0, 0.0]  # nothing to judge by: the common statistics
+
+    def badness(beta: Tensor) -> float:
+        rank = torch.tensor([int((y[: k + 1] == y[k]).sum()) - 1 for k in range(40)])
+        total = 0.0
+        for half in (0, 1):
+            fit = method.estimate(f, member * (rank % 2 == half)[:, None], wrong)
+            mixed = Gaussians(*(b * a + (1 - b) * c for a, c, b in zip(fit, wrong, beta)))
+            coef, bias = method.discriminant(mixed, prior)
+            held = rank % 2 != half
+            total += float(nn.functional.cross_entropy((f @ coef.T + bias)[held], y[held], reduction="sum"))
+        return total
+
+    ticks = torch.linspace(0, 1, 5, dtype=torch.float64)
+    assert badness(doubts) <= min(badness(b) for b in torch.cartesian_prod(ticks, ticks)) + 1e-9
+
+
+@MAPPING
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_pfedfda_between_the_common_and_the_own_discriminant(mapping: str, beta: float) -> None:
+    method = PFedFda(lr=0.01, beta=beta)
+    sim = run(method, rounds=2, mapping=mapping)
+    task, server = make_task(), sim.record.server
+    for i in (0, 5):
+        x, y = sim.data.x[torch.from_numpy(sim.data.train[i])], sim.data.labels(i, "train")
+        personal = sim.personal(i)[1]
+        assert_close(tree.select(personal, task.body), server["theta"])
+        share = torch.bincount(y, minlength=3).double() / len(y) + 1e-4
+        common = method._common(server)
+        f = by_hand(task.module, personal, x)[0]  # type: ignore[arg-type]
+        used = method.estimate(f, nn.functional.one_hot(y, 3).double(), common) if beta else common
+        coef, bias = method.discriminant(used, share / share.sum())
+        assert_close((personal["4.weight"], personal["4.bias"]), (coef, bias), 1e-9)
+    if beta == 0.0:  # nobody adds anything of its own
+        start = run(method, rounds=0).record.server
+        assert_close((server["mu"], server["S"]), (start["mu"], start["S"]))
+    d = sum(a.numel() for a in server["theta"].values())
+    assert sim.record.progress.totals["up"] == 2 * 4 * 8 * (d + 3 * 6 + 6 * 7 // 2)
+
+
+@MAPPING
+def test_pfedfda_trains_the_body_under_a_fixed_head(mapping: str) -> None:
+    method = PFedFda(lr=0.05, beta=0.0)
+    sim = run(method, **{**FULL, "mapping": mapping})
+    task, start = make_task(), run(method, rounds=0)
+    bodies = []
+    for i in range(7):
+        x, y = sim.data.x[torch.from_numpy(sim.data.train[i])], sim.data.labels(i, "train")
+        head = tree.select(start.personal(i)[1], task.head)
+        p = {k: a.clone().requires_grad_() for k, a in tree.select(task.init(), task.body).items()}
+        loss = nn.functional.cross_entropy(task.predict(p | head, x), y)
+        g = torch.autograd.grad(loss, list(p.values()))
+        bodies.append({k: len(y) * (a - 0.05 * d).detach() for (k, a), d in zip(p.items(), g)})
+    n = sum(len(rows) for rows in sim.data.train)
+    assert_close(sim.record.server["theta"], tree.map(lambda a: a.sum(0) / n, tree.stack(bodies)))
+
+
+def test_pfedfda_needs_a_head_with_a_bias() -> None:
+    with pytest.raises(ConfigError, match="PFedFda: the head must have a matrix and a bias"):
+        PFedFda().init_server(Task(nn.Linear(3, 2, bias=False)), Federation(2, 0))

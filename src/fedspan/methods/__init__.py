@@ -23,6 +23,7 @@ from fedspan.methods.flute import Flute
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
+from fedspan.methods.pfedfda import PFedFda
 from fedspan.methods.pfedme import L2gd, PFedMe
 from fedspan.methods.pfedsim import PFedSim
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
@@ -51,6 +52,7 @@ METHODS: dict[str, type[Method]] = {
     "l2gd": L2gd,
     "flute": Flute,
     "fedas": FedAs,
+    "pfedfda": PFedFda,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -95,6 +97,7 @@ __all__ = [
     "LgFedAvg",
     "Local",
     "Oracle",
+    "PFedFda",
     "PFedMe",
     "PFedSim",
     "PerFedAvg",
