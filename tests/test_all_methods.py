@@ -66,6 +66,8 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("fedas", {"align": "example", "align_epochs": 2, "private_head": False, "fisher": False, "momentum": 0.5}),
     ("pfedfda", {}),
     ("pfedfda", {"single_beta": True, "momentum": 0.5, "weight_decay": 0.01, "lr": 0.005}),
+    ("fedkd", {}),
+    ("fedkd", {"private_head": True, "momentum": 0.5, "clip": 0.5, "energy_start": 0.7, "energy_rounds": 2}),
     ("fedproto", {}),
     ("fedproto", {"weighting": "uniform", "predict_by": "prototype", "momentum": 0.5, "lam": 3.0}),
     ("fedtgp", {"server_epochs": 2}),
@@ -88,8 +90,8 @@ ROWS = pytest.mark.parametrize(
 MODELS = pytest.mark.parametrize("kind", ["mlp", "cnn", "dropout"])
 
 
-# Methods whose server also holds what follows from the data alone.
-SUMMARISING = {"pfedsim", "fedproto", "fedtgp", "pfedfda"}
+# Methods whose server also holds what follows from the data alone, or loses on the wire what was never learnt.
+SUMMARISING = {"pfedsim", "fedproto", "fedtgp", "pfedfda", "fedkd"}
 # Where fitting at use also learns: how to do without.
 UNTUNED = {"fedbabu": {"finetune_epochs": 0}, "pfedfda": {"beta": 0.0}}
 
@@ -112,15 +114,21 @@ def state(sim: Simulation) -> Tree:
     return {"server": sim.record.server, "clients": rows}
 
 
-def one_round(method: Method, mapping: str, ids: list[int], kind: str = "mlp", t: int = 1) -> tuple[Tree, Answer]:
-    """Rows before, and the answers of one round for `ids`."""
+def one_round(
+    method: Method, mapping: str, ids: list[int], kind: str = "mlp", t: int = 1, coded: bool = True
+) -> tuple[Tree, Answer]:
+    """Rows before, and the answers of one round for `ids`; not `coded`: uploads before they go on the wire."""
     task, data = make_task(kind), make_data(kind)
     engine = Engine(method, task, data, 3, 8, 2, mapping)  # type: ignore[arg-type]
     federation = Federation(data.clients, 3, (None,) * data.clients, data.groups)
     server, common = method.init_server(task, federation), method.common(task, federation)
     rows = tree.stack([method.init_client(task, Who(i, None, key(3, "client", i), 3)) for i in ids])
     down = method.download(server, torch.tensor(ids), None, t)
-    return rows, engine.update(None, t, ids, rows, down.shared, down.own, common)
+    shared = wire.roundtrip(down.shared, method.codecs(t))[0]
+    if not coded:
+        raw = type("Raw", (type(method),), {"codecs": lambda self, round: {}})
+        engine.method = raw(**{f.name: getattr(method, f.name) for f in dataclasses.fields(method)})
+    return rows, engine.update(None, t, ids, rows, shared, down.own, common)
 
 
 @ROWS
@@ -199,7 +207,7 @@ def test_bystanders_keep_their_state_bit_for_bit(name: str, fields: dict[str, An
 def test_counted_bytes_are_the_bytes_of_the_payload(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
     start, sim = run(method, rounds=0), run(method, rounds=1, participation=1.0)
-    _, answer = one_round(method, "loop", list(range(7)))
+    _, answer = one_round(method, "loop", list(range(7)), coded=False)
 
     def size(payload: Tree) -> int:
         codecs = method.codecs(1)

@@ -6,6 +6,8 @@
   gradients; aligning a body with itself changes nothing on the whole data; a client without a past does not align.
 * pFedFDA: on Gaussian classes its head is as good as Bayes' rule; beta = 1 is the client's own discriminant, beta = 0
   the common one with the client's label frequencies; beta is the best of its grid; the head stays fixed in training.
+* FedKD: without distillation and with all of the energy, the mentee is FedAvg's model and the mentor Local's; what the
+  wire loses is at most the energy it may lose; its gradient is that of the loss written out, clipped part by part.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from fedspan import tree
 from fedspan.batches import Epochs
 from fedspan.errors import ConfigError
 from fedspan.method import Federation, Method, Round, Visit
-from fedspan.methods import FedAs, FedPer, FedRep, Flute, PFedFda
+from fedspan.methods import FedAs, FedAvg, FedKd, FedPer, FedRep, Flute, Local, PFedFda
 from fedspan.methods.flute import collapse
 from fedspan.methods.pfedfda import Gaussians
 from fedspan.task import Task
@@ -297,3 +299,53 @@ def test_pfedfda_trains_the_body_under_a_fixed_head(mapping: str) -> None:
 def test_pfedfda_needs_a_head_with_a_bias() -> None:
     with pytest.raises(ConfigError, match="PFedFda: the head must have a matrix and a bias"):
         PFedFda().init_server(Task(nn.Linear(3, 2, bias=False)), Federation(2, 0))
+
+
+# ------------------------------------------------------------------------------------------------ FedKD
+
+
+@MAPPING
+def test_fedkd_without_teaching_is_fedavg_beside_local(mapping: str) -> None:
+    method = FedKd(distill=0.0, clip=1e9, energy_start=1.0, energy_end=1.0, **STEPS)
+    same_models(method, Local(**STEPS), mapping=mapping)
+    server = run(method, mapping=mapping).record.server
+    assert_close(server, run(FedAvg(weighting="uniform", **STEPS), mapping=mapping).record.server)
+
+
+@MAPPING
+@pytest.mark.parametrize("clip", [0.05, 10.0])
+def test_fedkd_descends_on_the_loss_written_out(mapping: str, clip: float) -> None:
+    method = FedKd(lr=0.1, distill=0.7, clip=clip, energy_start=1.0, energy_end=1.0)
+    sim = run(method, **{**FULL, "mapping": mapping})
+    task, start = make_task(), run(method, rounds=0).record.row(0)
+    for i in (0, 4):
+        x, y = sim.data.x[torch.from_numpy(sim.data.train[i])], sim.data.labels(i, "train")
+        parts = [{k: a.clone().requires_grad_() for k, a in task.init().items()} for _ in range(2)]
+        W = start["W"].clone().requires_grad_()
+        (f, z), (f_g, z_g) = (by_hand(task.module, p, x) for p in parts)  # type: ignore[arg-type]
+        ce, ce_g = nn.functional.cross_entropy(z, y), nn.functional.cross_entropy(z_g, y)
+        kl = nn.functional.kl_div(z.log_softmax(1), z_g.softmax(1), reduction="batchmean")
+        kl_g = nn.functional.kl_div(z_g.log_softmax(1), z.softmax(1), reduction="batchmean")
+        mse = nn.functional.mse_loss(f, f_g @ W.T)
+        (ce + ce_g + 0.7 * (kl + kl_g + 2 * mse) / (ce + ce_g)).backward()
+        for part in (*(list(p.values()) for p in parts), [W]):
+            nn.utils.clip_grad_norm_(part, clip)
+        row = sim.record.row(i)
+        assert_close(row["v"], {k: (a - 0.1 * a.grad).detach() for k, a in parts[0].items() if a.grad is not None})
+        assert W.grad is not None
+        assert_close(row["W"], (W - 0.1 * W.grad).detach())
+
+
+def test_fedkd_energy_rises_and_bounds_what_the_wire_loses() -> None:
+    method = FedKd(energy_start=0.6, energy_end=0.9, energy_rounds=3)
+    assert [method.energy(t) for t in (0, 1, 2, 3, 4, 99)] == pytest.approx([0.6, 0.6, 0.7, 0.8, 0.9, 0.9])
+    W = torch.randn(30, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for t in (1, 3):
+        got = method.codecs(t)["theta"].roundtrip(W)[0]
+        lost = float((got - W).square().sum() / W.square().sum())
+        assert 0 < lost <= 1 - method.energy(t)
+    cheap = run(FedKd(lr=0.1, energy_start=0.3, energy_end=0.3)).record.progress.totals
+    dear = run(FedKd(lr=0.1, energy_start=1.0, energy_end=1.0)).record.progress.totals
+    assert cheap["up"] < dear["up"] and cheap["down"] < dear["down"]
+    with pytest.raises(ConfigError, match="FedKd: energy_end must be above 0"):
+        FedKd(energy_end=0.0)

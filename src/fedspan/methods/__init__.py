@@ -16,6 +16,7 @@ from fedspan.methods.fedas import FedAs
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
 from fedspan.methods.fedfomo import FedFomo
+from fedspan.methods.fedkd import FedKd
 from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedproto import FedProto, FedTgp
 from fedspan.methods.fedrep import FedRep
@@ -53,6 +54,7 @@ METHODS: dict[str, type[Method]] = {
     "flute": Flute,
     "fedas": FedAs,
     "pfedfda": PFedFda,
+    "fedkd": FedKd,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -86,6 +88,7 @@ __all__ = [
     "FedAvg",
     "FedBabu",
     "FedFomo",
+    "FedKd",
     "FedPer",
     "FedProto",
     "FedProx",
