@@ -15,6 +15,9 @@
   the mixing matrix add up to 1; identical clients get equal weight.
 * FedALA: A = 1 frozen = FedAvg; A = 0 frozen for all tensors = Local; A stays in [0, 1] and takes the step of its
   derivative; the first blend takes as many passes as it needs.
+* pFedMe: one inner step of 1/lam from w = FedAvg with step eta; the inner steps end at grad f + lam (theta - w) = 0.
+* L2GD: p = 0 = Local; p = 1 never trains; a pull to the mean itself with one local step in between = FedSGD; one step a
+  round = the algorithm written out.
 """
 
 from __future__ import annotations
@@ -46,8 +49,10 @@ from fedspan.methods import (
     FedPer,
     FedRep,
     FedSim,
+    L2gd,
     Local,
     PerFedAvg,
+    PFedMe,
     PFedSim,
 )
 from fedspan.settings import Settings, sample
@@ -581,3 +586,72 @@ def test_a_part_of_the_data_is_another_one_in_every_round() -> None:
     assert set(some[0].ravel()) != set(some[1].ravel())
     none = draw(rows[:1], rows[:0], {"p": Part(0.0)}, seed=0, round=1, client=1, batch_size=4, epochs=1)["p"]
     assert none.tolist() == [[10]]
+
+
+# ------------------------------------------------------------------------------------------------ pFedMe and L2GD
+
+
+@MAPPING
+@pytest.mark.parametrize("lam", [2.0, 50.0])
+def test_pfedme_with_one_inner_step_is_fedavg(mapping: str, lam: float) -> None:
+    one = PFedMe(lr=0.1, lam=lam, lr_inner=1 / lam, inner_steps=1)
+    options = {"mapping": mapping, "batch_size": "full", "epochs": 1}
+    assert_close(run(one, **options).record.server, run(FedAvg(lr=0.1), **options).record.server)
+    half = run(replace(one, beta=0.5), rounds=1, **options).record.server["theta"]
+    whole = run(one, rounds=1, **options).record.server["theta"]
+    assert_close(half, tree.map(lambda a, b: (a + b) / 2, whole, make_task().init()))
+
+
+@MAPPING
+def test_pfedme_solves_its_inner_problem_and_moves_w_towards_it(mapping: str) -> None:
+    method = PFedMe(lr=0.02, lam=20.0, lr_inner=0.04, inner_steps=60)
+    sim = run(method, rounds=1, participation=1.0, batch_size="full", epochs=1, mapping=mapping)
+    task, w = make_task(), make_task().init()
+    for i in range(7):
+        v = tree.map(lambda a: a.clone().requires_grad_(), sim.record.row(i)["v"])
+        x, y = sim.data.x[torch.from_numpy(sim.data.train[i])], sim.data.labels(i, "train")
+        g = torch.autograd.grad(nn.functional.cross_entropy(task.predict(v, x), y), list(v.values()))
+        assert_close({k: d + 20.0 * (v[k].detach() - w[k]) for k, d in zip(v, g)}, tree.zeros_like(w), 1e-9)
+        assert_close(models(sim)[str(i)], tree.detach(v))
+    moved = [tree.map(lambda a, b: a - 0.4 * (a - b), w, sim.record.row(i)["v"]) for i in range(7)]
+    n = torch.tensor([len(r) for r in sim.data.train], dtype=torch.float64)
+    assert_close(sim.record.server["theta"], tree.map(lambda a: torch.tensordot(n / n.sum(), a, 1), tree.stack(moved)))
+
+
+@MAPPING
+def test_l2gd_without_mean_steps_is_local_and_without_local_steps_never_trains(mapping: str) -> None:
+    same_models(L2gd(p=0.0, lr=0.1, weight_decay=0.01), Local(lr=0.1, weight_decay=0.01), mapping=mapping)
+    still = run(L2gd(p=1.0, lr=0.1), mapping=mapping)
+    for theta in models(still).values():
+        assert_close(theta, make_task().init(), 1e-15)
+
+
+@MAPPING
+def test_l2gd_with_one_step_a_round_is_the_algorithm_written_out(mapping: str) -> None:
+    method = L2gd(lr=0.2, lam=0.7, p=0.4, weighting="uniform")
+    sim = run(method, rounds=12, participation=1.0, batch_size="full", epochs=1, mapping=mapping)
+    task = make_task()
+    theta = [task.init() for _ in range(7)]
+    heads = 0
+    for t in range(1, 13):
+        mean = tree.map(lambda *a: torch.stack(a).mean(0), *theta)
+        if bool(method.coins(sim.record.common["key"], torch.tensor(t), 1)):
+            heads += 1
+            theta = [tree.map(lambda a, m: a - 0.2 * 0.7 / 0.4 * (a - m), p, mean) for p in theta]
+            continue
+        for i in range(7):
+            p = tree.map(lambda a: a.clone().requires_grad_(), theta[i])
+            x, y = sim.data.x[torch.from_numpy(sim.data.train[i])], sim.data.labels(i, "train")
+            g = torch.autograd.grad(nn.functional.cross_entropy(task.predict(p, x), y), list(p.values()))
+            theta[i] = {k: (a - 0.2 / 0.6 * d).detach() for (k, a), d in zip(p.items(), g)}
+    assert 0 < heads < 12
+    assert_close(models(sim), {str(i): p for i, p in enumerate(theta)})
+
+
+def test_l2gd_coins_fall_as_often_as_p_says_and_never_pull_beyond_the_mean() -> None:
+    method = L2gd(p=0.3)
+    coins = torch.stack([method.coins(torch.tensor(5), torch.tensor(t), 10) for t in range(300)])
+    assert float(coins.double().mean()) == pytest.approx(0.3, abs=0.03)
+    assert L2gd(lam=1e9).pull == 1.0 and L2gd(lam=0.0).pull == 0.0
+    with pytest.raises(ConfigError, match="L2gd: steps must be plain SGD"):
+        L2gd(momentum=0.5)

@@ -180,5 +180,5 @@ def test_fedtgp_generator_takes_the_gradient_step_of_its_loss() -> None:
 
 def test_prototypes_need_classes() -> None:
     task = Task(nn.Linear(4, 1), "regression")
-    with pytest.raises(ConfigError, match=r"FedProto: prototypes need class labels\. Got a regression task"):
+    with pytest.raises(ConfigError, match=r"FedProto: the model must be a classifier .* Got a regression task"):
         FedProto().init_server(task, Federation(2, 0))

@@ -13,16 +13,21 @@ from fedspan.methods.ditto import Ditto
 from fedspan.methods.factorized_fl import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal
 from fedspan.methods.fedala import FedAla
 from fedspan.methods.fedalt import FedAlt, FedSim
+from fedspan.methods.fedas import FedAs
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
 from fedspan.methods.fedfomo import FedFomo
+from fedspan.methods.fedkd import FedKd
 from fedspan.methods.fedpara import FedPara, PFedPara
 from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedproto import FedProto, FedTgp
 from fedspan.methods.fedrep import FedRep
+from fedspan.methods.flute import Flute
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
+from fedspan.methods.pfedfda import PFedFda
+from fedspan.methods.pfedme import L2gd, PFedMe
 from fedspan.methods.pfedsim import PFedSim
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
 
@@ -46,6 +51,12 @@ METHODS: dict[str, type[Method]] = {
     "fedproto": FedProto,
     "fedtgp": FedTgp,
     "fedala": FedAla,
+    "pfedme": PFedMe,
+    "l2gd": L2gd,
+    "flute": Flute,
+    "fedas": FedAs,
+    "pfedfda": PFedFda,
+    "fedkd": FedKd,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -85,9 +96,11 @@ __all__ = [
     "FactorizedLocal",
     "FedAla",
     "FedAlt",
+    "FedAs",
     "FedAvg",
     "FedBabu",
     "FedFomo",
+    "FedKd",
     "FedPara",
     "FedPer",
     "FedProto",
@@ -95,9 +108,13 @@ __all__ = [
     "FedRep",
     "FedSim",
     "FedTgp",
+    "Flute",
+    "L2gd",
     "LgFedAvg",
     "Local",
     "Oracle",
+    "PFedFda",
+    "PFedMe",
     "PFedPara",
     "PFedSim",
     "PerFedAvg",

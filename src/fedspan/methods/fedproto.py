@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.batches import All, Amount, Batch, Batches, Epochs, rows_of
-from fedspan.errors import ConfigError
+from fedspan.classes import class_matrix, class_means
 from fedspan.local import sgd
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Training, Visit, Who
 from fedspan.randomness import fold, generator, key, torch_seed
@@ -55,13 +55,7 @@ class FedProto(Training):
         return {"train": Epochs(), "all": All()}
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
-        if task.kind != "classification":
-            raise ConfigError(f"{type(self).__name__}: prototypes need class labels. Got a {task.kind} task.")
-        start = task.init()
-        shape = next((start[k].shape for k in task.need_head() if start[k].ndim == 2), None)
-        if shape is None:
-            raise ConfigError(f"{type(self).__name__}: the head must have a weight matrix, one row per class.")
-        return {"p": torch.zeros(shape, dtype=start[task.head[0]].dtype)}
+        return {"p": torch.zeros_like(task.init()[class_matrix(task, type(self).__name__)])}
 
     def init_client(self, task: Task, who: Who) -> Tree:
         return {"theta": task.init()}
@@ -78,7 +72,7 @@ class FedProto(Training):
             return batch.mean(task.example_loss(output, batch.y) + self.lam * far)  # L_S + λ L_R
 
         theta = self.fit(near if self.lam else task.loss, client["theta"], visit["train"])
-        own, n = self._prototypes(task, theta, visit["all"], p)
+        own, n = class_means(task, theta, visit["all"], p)
         one = torch.ones_like(visit.examples)
         if self.weighting == "uniform":
             n = (n > 0).to(n.dtype)
@@ -86,16 +80,6 @@ class FedProto(Training):
 
     def _sent(self, weight: Tensor, p: Tensor, n: Tensor) -> Sent:
         return Sent(weight, mean={"p": n[:, None] * p, "n": n})
-
-    def _prototypes(self, task: Task, theta: Params, stream: Batches, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean features of every class a client has, zero for the others, and how many examples there are."""
-        total, count = torch.zeros_like(like), torch.zeros_like(like[:, 0])
-        with torch.no_grad():
-            for batch in stream:
-                member = nn.functional.one_hot(batch.y, len(like)).to(like.dtype) * batch.w[:, None]
-                total = total + member.T @ task.features(theta, batch.x)
-                count = count + member.sum(0)
-        return total / count.clamp_min(1)[:, None], count
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         p, n = round.mean["p"], round.mean["n"]

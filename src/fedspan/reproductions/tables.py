@@ -33,7 +33,8 @@ def describe(experiment: Experiment, config: RunConfig, seeds: int) -> list[str]
         lines.append(f"Here: {scale}.")
     rounds = f" after {experiment.tuning_rounds} rounds" if experiment.tuning_rounds else ""
     lines.append(
-        f"Step sizes: per {'method' if any(r.tuned_as for r in experiment.rows) else 'row'}, by accuracy on a validation part ({100 * experiment.validation:g} % of each client, seed"
+        f"Step sizes: per {'method' if any(r.tuned_as for r in experiment.rows) else 'row'}, by accuracy on a"
+        f" validation part ({100 * experiment.validation:g} % of each client, seed"
         f" {config.seed}){rounds}; * marks one at the edge of its grid. Ours: mean over clients at the last round,"
         f" {'one seed' if seeds == 1 else f'then mean ± standard deviation over {seeds} seeds'}."
     )

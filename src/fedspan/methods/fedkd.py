@@ -1,0 +1,114 @@
+"""FedKD: a personal mentor and a shared mentee teach each other; the mentee travels by its leading singular values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.batches import Batch
+from fedspan.classes import class_matrix
+from fedspan.errors import ConfigError
+from fedspan.local import gradient
+from fedspan.method import Sent, Sharing, Visit, Who
+from fedspan.randomness import key, uniform
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+from fedspan.wire import Codec, Energy
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedKd(Sharing):
+    """FedKD. Wu et al., Nature Communications 2022.
+
+    Symbols: theta = the mentee, shared; v = the mentor, personal; W = the matrix that turns the mentee's features into
+    the mentor's. Both models have the task's architecture. They minimise their cross-entropies, plus `distill` times
+    the sum over both of (KL divergence to the other's prediction + mean squared distance of features) / Z, with Z the
+    sum of the cross-entropies: the more both err, the less they listen. As in published code Z and the other's
+    prediction pass gradients on; the divergence is per example, where that code also divides by the classes. Gradients
+    of each part are clipped to norm `clip`. On the wire a matrix is cut to the fewest singular values that hold a share
+    of its energy, rising from `energy_start` to `energy_end` over `energy_rounds`; at least one, and never more numbers
+    than the matrix has (published code can send none). Kept: v and W (and h, the mentee's private head if
+    `private_head`). Sent: theta.
+    """
+
+    reference: ClassVar[str] = "Wu et al., Nature Communications 2022"
+    weighting: Literal["samples", "uniform"] = "uniform"
+    distill: float = 1.0
+    clip: float = 10.0
+    energy_start: float = 0.95
+    energy_end: float = 0.98
+    energy_rounds: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("distill", 0.0, allow_zero=True)
+        self.require("clip", 0.0)
+        for name in ("energy_start", "energy_end"):
+            self.fraction(name)
+            if getattr(self, name) == 0:
+                raise ConfigError(f"FedKd: {name} must be above 0, or nothing would travel. Got 0.")
+        self.count("energy_rounds", 1)
+
+    def energy(self, round: int) -> float:
+        """The share of a matrix's energy that travels in a round."""
+        done = min(1.0, max(0, round - 1) / self.energy_rounds)
+        return self.energy_start + (self.energy_end - self.energy_start) * done
+
+    def codecs(self, round: int) -> Mapping[str, Codec]:
+        return {"theta": Energy(self.energy(round))}
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        start = task.init()
+        matrix = start[class_matrix(task, "FedKd")]
+        D = matrix.shape[1]
+        W = (2 * uniform(key(who.seed, "W"), (D, D), matrix.dtype) - 1) / D**0.5
+        return {**super().init_client(task, who), "v": start, "W": W}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        mentee = down["theta"] | client["h"]
+        stats = {"mentor": tree.select(client["v"], task.stats), "mentee": tree.select(mentee, task.stats)}
+        start = {
+            "mentor": tree.without(client["v"], task.stats),
+            "mentee": tree.without(mentee, task.stats),
+            "W": {"W": client["W"]},
+        }
+
+        def linear(q: Tree, batch: Batch) -> Tensor:
+            # The optimiser needs a function whose gradient is the clipped one: ⟨q, g⟩ with g held fixed.
+            g = gradient(lambda p, b: self.loss(task, p, stats, b), tree.detach(q), batch)
+            return tree.dot(q, {k: _clipped(part, self.clip) for k, part in g.items()})
+
+        new = self.fit(linear, start, visit["train"])
+        theta, h = self.split(task, new["mentee"] | stats["mentee"])
+        kept = {"h": h, "v": new["mentor"] | stats["mentor"], "W": new["W"]["W"]}
+        return kept, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+    def loss(self, task: Task, q: Tree, stats: Tree, batch: Batch) -> Tensor:
+        """What mentor and mentee minimise together."""
+        f, z = task.features_and_output(q["mentor"] | stats["mentor"], batch)
+        f_g, z_g = task.features_and_output(q["mentee"] | stats["mentee"], batch)
+        errors = batch.mean(task.example_loss(z, batch.y)) + batch.mean(task.example_loss(z_g, batch.y))
+        if not self.distill:
+            return errors
+        log_p, log_g = z.log_softmax(1), z_g.log_softmax(1)
+        # KL(g‖p) + KL(p‖g), the mentor's and the mentee's
+        divergence = ((log_g.exp() - log_p.exp()) * (log_g - log_p)).sum(1)
+        apart = (f - f_g @ q["W"]["W"].T).square().mean(1)  # counted once for each of the two
+        both = batch.mean(divergence + 2 * apart)
+        return errors + self.distill * both / errors.clamp_min(torch.finfo(errors.dtype).tiny)
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        v: Params = client["v"]
+        return task.estimate_statistics(v, visit["all"]) if "all" in visit.batches else v
+
+
+def _clipped(g: Params, most: float) -> Params:
+    """A gradient of norm at most `most`."""
+    norm = tree.dot(g, g).sqrt()
+    shrink = (most / (norm + 1e-6)).clamp_max(1)
+    return {k: a * shrink for k, a in g.items()}

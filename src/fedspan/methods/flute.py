@@ -1,0 +1,135 @@
+"""FLUTE: heads are pulled towards neural collapse, at home and on the server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from fedspan import tree
+from fedspan.batches import All, Amount, Batch, Epochs
+from fedspan.classes import class_matrix, members
+from fedspan.errors import ConfigError
+from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+
+_TINY = 1e-24  # under roots: a norm of 0 has slope 0, not NaN
+
+
+def collapse(W: Tensor, c: Tensor) -> Tensor:
+    """NC(W, c) = ‖W Wᵀ/‖W Wᵀ‖ − (I − 11ᵀ/C)∘ccᵀ/√(C − 1)‖: how far class weights are from a simplex."""
+    C = len(W)
+    gram = W @ W.T
+    simplex = (torch.eye(C, dtype=W.dtype) - 1 / C) / max(1, C - 1) ** 0.5
+    gap = gram / gram.square().sum().clamp_min(_TINY).sqrt() - simplex * torch.outer(c, c)
+    far: Tensor = gap.square().sum().clamp_min(_TINY).sqrt()
+    return far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flute(Sharing):
+    """FLUTE. Liu, Shen and Yang, NeurIPS 2024, the form for neural networks.
+
+    Symbols: theta = the body φ, h = the head of client k with class weights W_k, c = 1 for each class the client has.
+    The head is trained for `head_epochs` on cross-entropy + λ₁ NC(W, c) + λ₂ ‖W‖², then body and head for `rep_epochs`
+    (default: the run's epochs) on the same + λ₃ ‖features of the minibatch‖². The server averages the bodies and takes
+    one step of size `lr_server` on the mean of NC(W_k, c_k) over the heads it received. For that heads and classes are
+    shown to the server, and heads are kept there; with `lr_server` = 0 they stay at home. Sent: theta; h and c, each
+    client's own.
+    """
+
+    reference: ClassVar[str] = "Liu, Shen and Yang, NeurIPS 2024"
+    private_head: bool = True
+    head_epochs: int = 9
+    rep_epochs: int | None = None
+    lam_1: float = 0.25
+    lam_2: float = 0.0025
+    lam_3: float = 0.0005
+    lr_server: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("head_epochs")
+        if self.rep_epochs is not None:
+            self.count("rep_epochs")
+        for name in ("lam_1", "lam_2", "lam_3", "lr_server"):
+            self.require(name, 0.0, allow_zero=True)
+        if not self.private_head:
+            raise ConfigError("Flute: private_head must be true, as every client has a head of its own. Got false.")
+
+    @property
+    def shown(self) -> bool:
+        """Whether heads are seen and kept by the server."""
+        return self.lr_server > 0
+
+    def plan(self) -> Mapping[str, Amount]:
+        return {"head": Epochs(self.head_epochs), "train": Epochs(self.rep_epochs), "all": All()}
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        state = super().init_server(task, federation)
+        class_matrix(task, "Flute")
+        if self.shown:
+            head, n = tree.select(task.init(), task.head), federation.clients
+            state["h"] = tree.map(lambda a: a.expand(n, *a.shape).clone(), head)
+        return state
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        h: Params = super().init_client(task, who)["h"]
+        return {"h": tree.without(h, task.head) if self.shown else h}
+
+    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        return Down({"theta": server["theta"]}, {"h": tree.take(server["h"], ids)} if self.shown else {})
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        name, phi, stats = class_matrix(task, "Flute"), down["theta"], tree.without(client["h"], task.head)
+        h: Params = down["h"] if self.shown else tree.select(client["h"], task.head)
+        c = self._classes(h[name], visit)
+
+        def head_loss(h: Params, batch: Batch) -> Tensor:
+            pull = self.lam_1 * collapse(h[name], c) + self.lam_2 * h[name].square().sum()
+            return task.loss(phi | stats | h, batch) + pull * batch.live
+
+        def whole_loss(params: Params, batch: Batch) -> Tensor:
+            features, output = task.features_and_output(params, batch)
+            pull = self.lam_1 * collapse(params[name], c) + self.lam_2 * params[name].square().sum()
+            spread = (features.square().flatten(1).sum(1) * batch.w).sum()
+            loss = batch.mean(task.example_loss(output, batch.y))
+            return loss + pull * batch.live + self.lam_3 * spread
+
+        h = self.fit(head_loss, h, visit["head"])
+        both = self.fit(whole_loss, phi | stats | h, visit["train"])
+        theta, kept = self.split(task, both)
+        if not self.shown:
+            return {"h": kept}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+        sent = {"h": tree.select(both, task.head), "c": c.to(torch.bool)}
+        return {"h": tree.without(kept, task.head)}, Sent(self.weigh(visit), mean={"theta": theta}, each=sent)
+
+    def _classes(self, W: Tensor, visit: Visit) -> Tensor:
+        """1 for each class among a client's examples."""
+        found = torch.zeros_like(W[:, 0])
+        for batch in visit["all"]:
+            found = found + members(batch, len(W), W.dtype).sum(0)
+        return (found > 0).to(W.dtype)
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        if not self.shown:
+            return {"theta": round.mean["theta"]}
+        name = next(k for k, a in round.each["h"].items() if a.ndim == 3)
+        W, c = round.each["h"][name], round.each["c"]
+        slope = vmap(grad(collapse))(W, c.to(W.dtype))
+        h = round.each["h"] | {name: W - self.lr_server / len(W) * slope}  # W_k ← W_k − η_s ∇ (1/M) Σ NC(W_k, c_k)
+        return {"theta": round.mean["theta"], "h": tree.put(server["h"], round.ids, h)}
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        h = client["h"] | down["h"] if self.shown else client["h"]
+        return super().personal(task, {"h": h}, down, visit)
+
+    def size(self, server: Tree) -> float:
+        """The norm of the body."""
+        return math.sqrt(float(tree.squared_norm(server["theta"])))

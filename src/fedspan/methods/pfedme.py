@@ -1,0 +1,126 @@
+"""pFedMe and L2GD: personal models on a leash to a common one, by Moreau envelopes or by a coin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.batches import Batch
+from fedspan.errors import ConfigError
+from fedspan.method import Federation, Round, Sent, Sharing, Visit, Who
+from fedspan.randomness import fold, key, uniform
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedMe(Sharing):
+    """pFedMe. T. Dinh et al., NeurIPS 2020, Algorithm 1.
+
+    Symbols: theta = the global model w, v = the personal model θ_i, lam = λ, lr = η, beta = β. For every minibatch θ
+    takes `inner_steps` steps of size `lr_inner` on f(θ) + λ/2 ‖θ − w_i‖², from where it stands, then w_i ← w_i −
+    ηλ(w_i − θ). The server moves to (1 − β) w + β · mean of the w_i. Keep ηλ and lr_inner·λ below 1. Momentum, weight
+    decay and optimiser are those of the inner steps. Kept: v (and h, the private head of w if `private_head`). Sent:
+    theta.
+    """
+
+    reference: ClassVar[str] = "T. Dinh et al., NeurIPS 2020"
+    lr: float = 0.05
+    lam: float = 15.0
+    inner_steps: int = 5
+    lr_inner: float = 0.05
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("lam", 0.0, allow_zero=True)
+        self.count("inner_steps", 1)
+        self.require("lr_inner", 0.0, allow_zero=True)
+        self.require("beta", 0.0)
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        return {**super().init_client(task, who), "v": task.init()}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        w: Params = down["theta"] | client["h"]
+        v = w
+
+        def envelope(v: Params, batch: Batch) -> Tensor:
+            far = sum((v[k] - w[k]).square().sum() for k in task.names)
+            return task.loss(v, batch) + self.lam / 2 * far * batch.live
+
+        for batch in visit["train"]:
+            v = self.fit(envelope, v, [batch] * self.inner_steps, self.lr_inner)
+            near = {k: w[k] - self.lr * self.lam * (w[k] - v[k]) for k in task.names}  # w_i ← w_i − ηλ(w_i − θ̃)
+            w = w | tree.where(batch.live, near, tree.select(w, task.names))
+        theta, h = self.split(task, w)
+        return {"h": h, "v": v}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        step = tree.sub(round.mean["theta"], server["theta"])
+        return {"theta": tree.add(server["theta"], step, self.beta)}  # (1 − β) w + β mean w_i
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        v: Params = client["v"]
+        return task.estimate_statistics(v, visit["all"]) if "all" in visit.batches else v
+
+
+@dataclass(frozen=True, kw_only=True)
+class L2gd(Sharing):
+    """L2GD. Hanzely and Richtárik, 2020, Algorithm 1, for (1/n) Σ f_i(θ_i) + λ/(2n) Σ ‖θ_i − θ̄‖².
+
+    Symbols: theta = the client's model θ_i (on the server: the mean θ̄), lam = λ, p = p, lr = η/n. Every local step a
+    coin that is the same for all clients decides: with probability p all move towards the mean, θ_i ← θ_i − (lr λ/p)
+    (θ_i − θ̄) but not beyond it, otherwise θ_i ← θ_i − lr/(1 − p) ∇f_i(θ_i). With one step a round and all clients this
+    is the algorithm itself; with more, θ̄ is the mean at the start of the round. Kept: theta (and h, the private head if
+    `private_head`). Sent: theta.
+    """
+
+    reference: ClassVar[str] = "Hanzely and Richtárik, 2020"
+    lam: float = 1.0
+    p: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("lam", 0.0, allow_zero=True)
+        self.fraction("p")
+        if self.momentum or self.optimizer != "sgd":
+            got = f"momentum {self.momentum:g} and optimizer '{self.optimizer}'"
+            raise ConfigError(f"L2gd: steps must be plain SGD, as a coin stands between them. Got {got}.")
+
+    @property
+    def pull(self) -> float:
+        """The share of the way to the mean."""
+        return min(1.0, self.lr * self.lam / self.p) if self.p else 0.0
+
+    def common(self, task: Task, federation: Federation) -> Tree:
+        return {"key": key(federation.seed, "coin")}
+
+    def coins(self, shared: Tensor, round: Tensor, steps: int) -> Tensor:
+        """Which of the local steps of a round go to the mean."""
+        return uniform(fold(shared, round), (steps,), torch.float64) < self.p
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        theta, h = self.split(task, task.init())
+        return {"theta": theta, "h": h}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        theta, h, mean = client["theta"], client["h"], down["theta"]
+        stream = visit["train"]
+        coins = self.coins(visit.common["key"], visit.round, len(stream))
+        rate = self.lr / (1 - self.p) if self.p < 1 else 0.0
+        for batch in stream:
+            heads = coins[batch.step] & batch.live  # the step of an empty minibatch changes nothing
+            step, own = self.split(task, self.fit(task.loss, theta | h, [batch], rate))
+            towards = tree.add(theta, tree.sub(theta, mean), -self.pull)
+            tails = ~coins[batch.step]
+            theta = tree.where(heads, towards, tree.where(tails, step, theta))
+            h = tree.where(tails, own, h)
+        return {"theta": theta, "h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        return super().personal(task, client, {"theta": client["theta"]}, visit)
