@@ -21,9 +21,7 @@ from fedspan.methods import METHODS, make
 from fedspan.randomness import torch_seed
 from fedspan.settings import Settings
 from fedspan.task import Task
-from fedspan.toml_text import checked, parse_toml, parse_value, plain, short, write_toml
-
-MAX_BYTES = 1 << 20
+from fedspan.toml_text import checked, parse_toml, parse_value, plain, read_small, short, write_toml
 
 # Kinds of partition that know the true groups, and the most examples each known source can have.
 _GROUPED = ("permuted-groups", "label-groups", "domains")
@@ -134,15 +132,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: if the file cannot be read or anything in it does not fit, in one sentence.
     """
-    path = Path(path)
-    try:
-        with path.open("rb") as f:
-            raw = f.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as e:
-        why = e.strerror if isinstance(e, OSError) else e
-        raise ConfigError(f"Config: {str(path)!r} cannot be read: {why}.") from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"Config: {path} must be at most 1 MB. It is larger.")
+    raw, path = read_small(path, "Config"), Path(path)
     return from_dict(parse_toml(raw, str(path)), overrides, name=path.stem)
 
 

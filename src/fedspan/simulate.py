@@ -375,7 +375,7 @@ class Simulation:
             method=name_of(self.method),
             seed=self.seed,
             rounds=p.round,
-            accuracy=found.get("accuracy", {}),
+            accuracy=self._protocols(found.get("accuracy", {})),
             measures=found,
             per_client=clients,
             bytes={**{k: p.totals[k] for k in ("up", "down", "announce", "evaluate", "meta")}, "names": names},
@@ -393,6 +393,12 @@ class Simulation:
         if self.out is not None:
             result.write(self.out)
         return result
+
+    def _protocols(self, accuracy: dict[str, float]) -> dict[str, float]:
+        """The last evaluation, with what other protocols would report beside it."""
+        lines = self.record.lines
+        others = {"last5": evaluate.last(lines), "best": evaluate.best(lines)} if accuracy else {}
+        return {**accuracy, **{k: v for k, v in others.items() if v is not None}}
 
 
 def simulate(

@@ -7,13 +7,32 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedspan.errors import ConfigError
 
+MAX_BYTES = 1 << 20
 MAX_DEPTH = 4
 MAX_DOTS = 200  # in one line: the parser's time grows with the square of a dotted key's length
 LARGEST = 1e18  # nobody means more; it catches 1e308, which is finite but overflows in the first product
+
+
+def read_small(path: str | Path, who: str) -> bytes:
+    """The bytes of a text file of at most 1 MB.
+
+    Raises:
+        ConfigError: if it cannot be read or is larger.
+    """
+    try:
+        with Path(path).open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ConfigError(f"{who}: {str(path)!r} cannot be read: {why}.") from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{who}: {path} must be at most 1 MB. It is larger.")
+    return raw
 
 
 def parse_toml(raw: bytes | str, where: str = "TOML") -> dict[str, Any]:

@@ -122,11 +122,6 @@ def stack(trees: Iterable[Any]) -> Any:
     return map(lambda *a: torch.stack(a), *trees)
 
 
-def cat(trees: Iterable[Any]) -> Any:
-    """Join stacked trees along their leading axis."""
-    return map(lambda *a: torch.cat(a), *trees)
-
-
 def detach(tree: Any) -> Any:
     """The same values outside any graph."""
     return map(lambda a: a.detach(), tree)

@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedspan.config import MAX_BYTES
 from fedspan.errors import ConfigError, nearest
+from fedspan.toml_text import read_small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +146,7 @@ def load_experiment(name: str) -> Experiment:
 
     known = available()
     if name.endswith(".toml"):
-        try:
-            with Path(name).open("rb") as stream:
-                raw = stream.read(MAX_BYTES + 1)
-        except (OSError, ValueError) as e:
-            why = e.strerror if isinstance(e, OSError) else e
-            raise ConfigError(f"Reproduce: {name!r} cannot be read: {why}.") from None
-        if len(raw) > MAX_BYTES:
-            raise ConfigError(f"Reproduce: {name} must be at most 1 MB. It is larger.")
-        return parse(raw, Path(name).stem)
+        return parse(read_small(name, "Reproduce"), Path(name).stem)
     matches = [full for full in known if name in (full, full.split("/")[-1])]
     if len(matches) > 1:
         raise ConfigError(f"Reproduce: '{name}' is the name of several; write one of {', '.join(matches)}.")
