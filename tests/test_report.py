@@ -19,7 +19,7 @@ from fedspan.report.figures import bytes_bars, clients, curves
 from fedspan.report.runs import Run, as_run, group, load_run
 from fedspan.report.tables import short
 from fedspan.report.text import clean, without_paths
-from fedspan.report.words import summary
+from fedspan.report.words import headline, summary
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -363,3 +363,12 @@ def test_page_of_seven_methods_and_forty_clients_is_small(tmp_path: Path) -> Non
     path = write_page(runs, tmp_path / "x.html")
     assert path.stat().st_size < 1_000_000
     read(path)
+
+
+def test_the_oracle_is_a_yardstick_not_the_winner() -> None:
+    runs = [run("oracle", values=(0.9, 0.9)), run("fedper", values=(0.7, 0.9)), run("local")]
+    assert summary_rows(runs)[0].method == "oracle"
+    assert headline(summary_rows(runs))[0][2] == "fedper"
+    assert "fedper is best on average: 80.00 %" in said(runs)
+    assert "Knowing the groups would give 90.00 % (oracle, a yardstick)." in said(runs)
+    assert "oracle reaches 90.00 %" in said([run("oracle", values=(0.9, 0.9))])

@@ -13,7 +13,7 @@ from fedspan.report.tables import Row, short
 
 def headline(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """The cards at the top: what, the number, and whose it is. All text is escaped."""
-    known = [r for r in rows if r.mean is not None]
+    known = _contenders(rows)
     if not known:
         return []
     measure, best = known[0].measure, known[0]
@@ -37,7 +37,7 @@ def headline(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
 
 def summary(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     """Sentences on which method is best, for whom, at what cost, and whether the seeds bear it out; escaped HTML."""
-    known = [r for r in rows if r.mean is not None]
+    known = _contenders(rows)
     if not known:
         return ["No run reports a measure, so there is nothing to compare."]
     best, rest = known[0], known[1:]
@@ -51,9 +51,18 @@ def summary(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
             out.append(_over(best, base, phrase, by_label if name == "local" else None))
     if best.method == "local" and any(r.method != "local" for r in rest):
         out.append("No method here beats training alone.")
+    told = next((r for r in rows if r.mean is not None and r not in known), None)
+    if told is not None:
+        out.append(f"Knowing the groups would give {best.measure.phrase(told.mean)} ({_b(told)}, a yardstick).")
     out.append(_cost(known))
     out.append(_certainty(known))
     return [s for s in out if s]
+
+
+def _contenders(rows: Sequence[Row]) -> list[Row]:
+    """Rows with a result, without those that are told what a method must find out, unless there are no others."""
+    known = [r for r in rows if r.mean is not None]
+    return [r for r in known if r.method != "oracle"] or known
 
 
 def _b(row: Row) -> str:
