@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedspan.randomness import normal
 from fedspan.tree import Params
@@ -45,6 +45,11 @@ def shapes(kind: str, weight: Sequence[int], rank: int) -> dict[str, tuple[int, 
     return {"C": (m1, n1), "A": (m // m1, rank), "B": (rank, n // n1)}
 
 
+def size(kind: str, layer: nn.Linear | nn.Conv2d, rank: int) -> int:
+    """Numbers in an adapter's factors."""
+    return sum(math.prod(shape) for shape in shapes(kind, layer.weight.shape, rank).values())
+
+
 def _middle(n: int) -> int:
     """The largest divisor of n that is at most √n."""
     return next(d for d in range(math.isqrt(n), 0, -1) if n % d == 0)
@@ -67,7 +72,7 @@ def accumulate(W: Params, factors: Mapping[str, Params], scale: float) -> Params
     for name, weight in W.items():
         layer = name.removesuffix("weight")
         own = {f: some[layer + f] for f, some in factors.items() if layer + f in some}
-        if own:
+        if len(own) == len(factors):  # a private layer's factors are not there
             new[name] = weight + scale * compose(own, weight.shape)
     return new
 

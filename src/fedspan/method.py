@@ -75,6 +75,7 @@ class Visit:
     clients: int
     batches: Mapping[str, Batches]
     common: Tree = field(default_factory=dict)
+    capacity: Capacity = None
 
     def __getitem__(self, stream: str) -> Batches:
         return self.batches[stream]

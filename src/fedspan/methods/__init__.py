@@ -16,6 +16,7 @@ from fedspan.methods.fedalt import FedAlt, FedSim
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
 from fedspan.methods.fedfomo import FedFomo
+from fedspan.methods.fedloru import FedLoRA, FedLoRU, MFedLoRU, PFedLoRU
 from fedspan.methods.fedpara import FedPara, PFedPara
 from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedproto import FedProto, FedTgp
@@ -23,6 +24,7 @@ from fedspan.methods.fedrep import FedRep
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
+from fedspan.methods.pfedlora import PFedLoRA, PFedLoRAJoint
 from fedspan.methods.pfedsim import PFedSim
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
 
@@ -55,6 +57,12 @@ METHODS: dict[str, type[Method]] = {
     "factorized-local": FactorizedLocal,
     "fedpara": FedPara,
     "pfedpara": PFedPara,
+    "fedloru": FedLoRU,
+    "fedlora": FedLoRA,
+    "pfedloru": PFedLoRU,
+    "mfedloru": MFedLoRU,
+    "pfedlora1": PFedLoRA,
+    "pfedlora2": PFedLoRAJoint,
 }
 
 
@@ -88,6 +96,8 @@ __all__ = [
     "FedAvg",
     "FedBabu",
     "FedFomo",
+    "FedLoRA",
+    "FedLoRU",
     "FedPara",
     "FedPer",
     "FedProto",
@@ -97,7 +107,11 @@ __all__ = [
     "FedTgp",
     "LgFedAvg",
     "Local",
+    "MFedLoRU",
     "Oracle",
+    "PFedLoRA",
+    "PFedLoRAJoint",
+    "PFedLoRU",
     "PFedPara",
     "PFedSim",
     "PerFedAvg",
