@@ -92,6 +92,9 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("mfedloru", {"rank": 3, "ranks": (3, 1), "tau": 3, "momentum": 0.5, "alpha_inner_by_rank": True}),
     ("pfedlora1", {"momentum": 0.5}),
     ("pfedlora2", {"rank": 1, "private_head": True, "cycle": 2}),
+    ("fedhm", {"rho": (1.0, 3.0), "keep_full_rank_history": True, "weight_decay": 0.01, "momentum": 0.5}),
+    ("fedlmt", {"rho": 3.0, "weight_decay": 0.01, "private_head": True}),
+    ("feddlr", {"energy": 0.9}),
 ]
 ROWS = pytest.mark.parametrize(
     ("name", "fields"), TABLE, ids=[f"{n}-{'-'.join(map(str, f.values())) or 'default'}" for n, f in TABLE]
@@ -101,6 +104,10 @@ MODELS = pytest.mark.parametrize("kind", ["mlp", "cnn", "dropout"])
 
 # Methods whose server also holds what follows from the data alone.
 SUMMARISING = {"pfedsim", "fedproto", "fedtgp"}
+
+
+# Methods that send an approximation of their model, so that it changes without any training.
+TRUNCATING = {"fedhm", "feddlr"}
 
 
 def test_every_registered_method_is_in_the_table() -> None:
@@ -266,6 +273,8 @@ def test_state_survives_save_and_load(name: str, fields: dict[str, Any], tmp_pat
 
 @ROWS
 def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> None:
+    if name in TRUNCATING:
+        pytest.skip("what is sent is an approximation")
     known = [f.name for f in dataclasses.fields(METHODS[name])]
     method = make(name, **{**fields, **{k: 0.0 for k in known if k == "lr" or k.startswith("lr_")}})
     before = run(method, rounds=0)

@@ -326,6 +326,19 @@ def test_many_clients_at_once_and_one_after_another(layer: Any, make: Any) -> No
         assert_close({"y": once[c]}, {"y": functional_call(new, {k: p[c] for k, p in params.items()}, (x[c],))})
 
 
+@pytest.mark.parametrize("make", [lambda m, r: filled(Adapter(m, r)), LowRank], ids=["adapter", "lowrank"])
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_factored_convolutions_go_into_a_norm_when_mapped(make: Any, rank: int, shared: bool) -> None:
+    net = nn.Sequential(make(nn.Conv2d(4, 8, 3, padding=1, **DOUBLE), rank), nn.GroupNorm(2, 8, **DOUBLE))
+    assert getattr(net[0], "apart", None) or net[0].beside["A"]
+    params = {k: p.detach() if shared else torch.randn(3, *p.shape, **DOUBLE) for k, p in net.named_parameters()}
+    x = example(nn.Conv2d(4, 8, 3), 3, 2)
+    run = vmap(lambda p, x: functional_call(net, p, (x,)), in_dims=(None if shared else 0, 0))
+    mine = [params if shared else {k: p[c] for k, p in params.items()} for c in range(3)]
+    assert_close({"y": run(params, x)}, {"y": torch.stack([functional_call(net, mine[c], (x[c],)) for c in range(3)])})
+
+
 # ------------------------------------------------------------------------------------------------ conversion
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedspan import lowrank
-from fedspan.layers.base import Structured
+from fedspan.layers.base import Structured, kernel
 from fedspan.layers.views import Plain
 
 Kind: TypeAlias = Literal["lora", "loha", "lokr"]
@@ -89,9 +89,9 @@ class Adapter(Structured):
         if not self.convolution:
             return F.linear(F.linear(x, B), A)
         x, padding = self.padded(x)
-        kernel = B.reshape(-1, *self.shape[1:]).repeat(self.groups, 1, 1, 1)  # every group has its own inputs
-        y = F.conv2d(x, kernel, None, self.stride, padding, self.dilation, self.groups)
-        return F.conv2d(y, A[:, :, None, None], groups=self.groups)
+        first = B.reshape(-1, *self.shape[1:]).repeat(self.groups, 1, 1, 1)  # every group has its own inputs
+        y = F.conv2d(x, first, None, self.stride, padding, self.dilation, self.groups)
+        return F.conv2d(y, kernel(A[:, :, None, None]), groups=self.groups)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedspan.layers.views import Plain
+
+
+def kernel(weight: Tensor) -> Tensor:
+    """A kernel laid out row by row: axes of length one can make it look like channels last, which vmap refuses."""
+    return weight.clone(memory_format=torch.contiguous_format)
 
 
 class Structured(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedspan import lowrank
-from fedspan.layers.base import Structured
+from fedspan.layers.base import Structured, kernel
 from fedspan.layers.views import Plain
 
 
@@ -46,7 +46,7 @@ class LowRank(Structured):
             ph, pw = self.padding
         (sh, sw), (dh, dw), g = self.stride, self.dilation, self.groups
         along = self.V.permute(2, 0, 1)[:, :, None].repeat(g, 1, 1, 1)  # [g·r, i, 1, k]: every group has its own inputs
-        down = self.U.permute(0, 2, 1)[..., None]  # [o, r, k, 1]
+        down = kernel(self.U.permute(0, 2, 1)[..., None])  # [o, r, k, 1]
         y = F.conv2d(x, along, None, (1, sw), (0, pw), (1, dw), g)
         return F.conv2d(y, down, self.bias, (sh, 1), (ph, 0), (dh, 1), g)
 

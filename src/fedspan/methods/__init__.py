@@ -16,6 +16,7 @@ from fedspan.methods.fedalt import FedAlt, FedSim
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
 from fedspan.methods.fedfomo import FedFomo
+from fedspan.methods.fedhm import FedDLR, FedHM, FedLMT
 from fedspan.methods.fedloru import FedLoRA, FedLoRU, MFedLoRU, PFedLoRU
 from fedspan.methods.fedpara import FedPara, PFedPara
 from fedspan.methods.fedper import FedPer, LgFedAvg
@@ -63,6 +64,9 @@ METHODS: dict[str, type[Method]] = {
     "mfedloru": MFedLoRU,
     "pfedlora1": PFedLoRA,
     "pfedlora2": PFedLoRAJoint,
+    "fedhm": FedHM,
+    "fedlmt": FedLMT,
+    "feddlr": FedDLR,
 }
 
 
@@ -95,7 +99,10 @@ __all__ = [
     "FedAlt",
     "FedAvg",
     "FedBabu",
+    "FedDLR",
     "FedFomo",
+    "FedHM",
+    "FedLMT",
     "FedLoRA",
     "FedLoRU",
     "FedPara",

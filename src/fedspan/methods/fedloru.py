@@ -128,16 +128,9 @@ class FedLoRU(Annealed):
                 parts[of.get(k, "theta")][k] = p
         return parts, h
 
-    def shared(self, down: Tree) -> Params:
-        """All shared parameters."""
-        params: Params = {}
-        for some in down.values():
-            params |= some
-        return params
-
     def whole(self, client: Tree, down: Tree) -> Params:
         h: Params = client["h"]
-        return self.shared(down) | h
+        return tree.merge(down) | h
 
     def common(self, task: Task, federation: Federation) -> Tree:
         state = dict(task.module.named_parameters())
@@ -403,7 +396,7 @@ class PFedLoRU(MFedLoRU):
         return [*(part(k, f) for k in structured(task.module) for f in "LU"), *super().private(task)]
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        fixed, shared = self.constants(visit), self.shared(down)
+        fixed, shared = self.constants(visit), tree.merge(down)
         loss = lambda h, b: task.loss(fixed | shared | h, b)
         h = self.fit(loss, client["h"], visit["own"], self.rate(visit))  # eq. (7)
         parts, _ = self.learn(task, shared, fixed | h, visit)  # eq. (8)
