@@ -259,7 +259,7 @@ class MFedLoRU(FedLoRU):
     reads it word for word, α_A = r_A/2.
     """
 
-    ranks: tuple[int, ...] = (16, 8, 4, 2)
+    ranks: tuple[int, ...] = (2, 4, 8, 16)
     alpha_inner: float = 0.5
     alpha_inner_by_rank: bool = False
     inner_start: Start = "gaussian"
