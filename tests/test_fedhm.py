@@ -286,8 +286,13 @@ def test_feddlr_with_all_energy_is_fedavg_and_with_less_cuts_both_ways() -> None
         s = torch.linalg.svdvals(start[k])
         r = int((s.square().cumsum(0) / s.square().sum() < 0.5).sum()) + 1
         assert int(torch.linalg.matrix_rank(W)) <= r < len(s)
-        # What a client predicts with is what came over the wire, cut once more.
-        assert int(torch.linalg.matrix_rank(sim.personal(0)[1][k])) <= int(torch.linalg.matrix_rank(W))
+    # What a client predicts with came over the wire, and was cut there once more.
+    cut = run(FedDLR(energy=0.5), rounds=2)
+    rows = torch.from_numpy(cut.data.test[0])
+    output = cut.task.predict(cut.personal(0)[1], cut.data.x[rows])
+    loss = nn.functional.cross_entropy(output, cut.data.labels(0, "test"))
+    assert cut.result.per_client["loss"][0] == pytest.approx(float(loss), abs=1e-12)  # type: ignore[attr-defined]
+    assert any(not torch.equal(cut.personal(0)[1][k], W) for k, W in cut.record.server["W"].items())
     up = sim.result.bytes["names"]["up"]  # type: ignore[attr-defined]
     assert up["W"] < 7 * 8 * (35 + 42) and up["theta"] == 7 * 8 * (7 + 6 + 3 + 18)
 

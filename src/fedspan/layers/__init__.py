@@ -15,6 +15,7 @@ from fedspan.layers.conversion import (
     convert,
     in_head,
     part,
+    parts,
     plain_weights,
     structured,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "in_head",
     "matrix_dims",
     "part",
+    "parts",
     "plain_weights",
     "structured",
 ]

@@ -102,6 +102,11 @@ def part(layer: str, name: str) -> str:
     return f"{layer}.{name}" if layer else name
 
 
+def parts(module: nn.Module, *names: str) -> list[str]:
+    """The full names of these parameters in all structured layers of a module."""
+    return [part(k, name) for k in structured(module) for name in names]
+
+
 def plain_weights(module: nn.Module, params: Params) -> Params:
     """Parameters of a module with structured layers as those of the plain network it stands for."""
     module = copy.deepcopy(module)

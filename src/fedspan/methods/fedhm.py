@@ -74,6 +74,18 @@ class Truncating(Annealed):
         """Train a model."""
         return self.fit(task.loss, params, stream, lr)
 
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        """The shared parts of the common start."""
+        return self.apart(task, task.init())[0]
+
+    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        """All parts."""
+        return Down(shared=server)
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        """Their means."""
+        return round.mean
+
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(Truncating):
@@ -256,15 +268,6 @@ class FedLMT(Factored):
     def model(self, task: Task, capacity: Capacity) -> Task:
         return self.factored(task, self.rho)
 
-    def init_server(self, task: Task, federation: Federation) -> Tree:
-        return self.apart(task, task.init())[0]
-
-    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
-        return Down(shared=server)
-
-    def server_update(self, server: Tree, round: Round) -> Tree:
-        return round.mean
-
 
 @dataclass(frozen=True, kw_only=True)
 class FedDLR(Truncating):
@@ -291,15 +294,6 @@ class FedDLR(Truncating):
 
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"W": Energy(self.energy)}
-
-    def init_server(self, task: Task, federation: Federation) -> Tree:
-        return self.apart(task, task.init())[0]
-
-    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
-        return Down(shared=server)
-
-    def server_update(self, server: Tree, round: Round) -> Tree:
-        return round.mean
 
 
 def factors(layer: nn.Linear | nn.Conv2d, rank: int) -> int:

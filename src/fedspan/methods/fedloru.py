@@ -13,7 +13,7 @@ from fedspan import lowrank, tree
 from fedspan.anneal import Annealed
 from fedspan.batches import Amount, Batch, Epochs
 from fedspan.errors import ConfigError
-from fedspan.layers import Adapter, Chosen, Kind, Plain, Start, choose, convert, part, structured
+from fedspan.layers import Adapter, Chosen, Kind, Plain, Start, choose, convert, part, parts, structured
 from fedspan.local import is_statistic
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit
 from fedspan.randomness import fold, key
@@ -110,12 +110,7 @@ class FedLoRU(Annealed):
 
     def private(self, task: Task) -> list[str]:
         """The head if wanted, and the layers named."""
-        named = [k for k in task.names if self.personal_layers and k.startswith(self.personal_layers)]
-        if self.personal_layers and not named:
-            raise ConfigError(
-                f"{type(self).__name__}: personal_layers must begin the name of a parameter. Got"
-                f" {list(self.personal_layers)}; the model has {', '.join(task.names)}."
-            )
+        named = self.named(task, self.personal_layers) if self.personal_layers else []
         return [*super().private(task), *named]
 
     def apart(self, task: Task, params: Params) -> tuple[Tree, Params]:
@@ -393,7 +388,7 @@ class PFedLoRU(MFedLoRU):
         return super().ranks_of(None)[0], self.own_ranks[0]
 
     def private(self, task: Task) -> list[str]:
-        return [*(part(k, f) for k in structured(task.module) for f in "LU"), *super().private(task)]
+        return [*parts(task.module, "L", "U"), *super().private(task)]
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         fixed, shared = self.constants(visit), tree.merge(down)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedspan import lowrank
 from fedspan.anneal import Annealed
 from fedspan.batches import Amount, Epochs
-from fedspan.layers import Adapter, Chosen, Plain, choose, convert, part, structured
+from fedspan.layers import Adapter, Chosen, Plain, choose, convert, parts
 from fedspan.method import Capacity, Sent, Visit
 from fedspan.task import Task
 from fedspan.tree import Tree
@@ -49,7 +49,7 @@ class PFedLoRAJoint(Annealed):
         return task.converted(lambda module: convert(module, names, adapted))
 
     def private(self, task: Task) -> list[str]:
-        return [*(part(k, f) for k in structured(task.module) for f in "LU"), *super().private(task)]
+        return [*parts(task.module, "L", "U"), *super().private(task)]
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         both = self.fit(task.loss, self.whole(client, down), visit["train"], self.rate(visit))  # eq. (36)
