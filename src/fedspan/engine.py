@@ -119,7 +119,7 @@ class Engine:
     def personal(self, capacity: Capacity, round: int, client: int, row: Tree, down: Tree, common: Tree) -> Tree:
         """The weights one client predicts with."""
         task = self.model(capacity)
-        visit, _, _ = self._visit(client, capacity, round, self.method.personal_plan(task), common)
+        visit, _, _ = self._visit(client, round, self.method.personal_plan(task), common, capacity=capacity)
         result: Tree = tree.detach(self.method.personal(task, row, down, visit))
         return result
 
@@ -141,7 +141,7 @@ class Engine:
         if self.mapping == "loop":
             results = []
             for k, i in enumerate(ids):
-                visit, held, _ = self._visit(i, capacity, round, plan, common, part)
+                visit, held, _ = self._visit(i, round, plan, common, part, capacity)
                 try:
                     row, mine = tree.aligned((tree.take(rows, k), tree.take(own, k)))
                     results.append(tree.detach(one(row, mine, visit, held)))
@@ -167,11 +167,11 @@ class Engine:
     def _visit(
         self,
         client: int,
-        capacity: Capacity,
         round: int,
         plan: Mapping[str, Amount],
         common: Tree,
         part: str | None = None,
+        capacity: Capacity = None,
     ) -> tuple[Visit, Batches | None, Tensor]:
         k = key(self.seed, "visit", round, client)
         names = None if self.data.relabel is None else self.data.relabel[client]
