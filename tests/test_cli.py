@@ -286,7 +286,7 @@ def test_bytes_of_factorized_fl_as_published_and_as_they_travel(here: Path) -> N
     assert "none.npz" in failing("bytes", *where, "data.source=none.npz")
 
 
-@pytest.mark.parametrize("method", ["fedper", "factorized-fl-alpha", "pfedpara"])
+@pytest.mark.parametrize("method", ["fedper", "factorized-fl-alpha", "pfedpara", "pfedloru"])
 def test_export(here: Path, method: str) -> None:
     call("run", "exp.toml", "-q", "--out", "r", f"method.name={method}")
     before = {p: p.read_bytes() for p in (here / "r").rglob("*") if p.is_file()}

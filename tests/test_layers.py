@@ -10,11 +10,14 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from conftest import SmallCnn, assert_close, assert_same, make_model, make_task
+from fedspan import lowrank
 from fedspan.errors import ConfigError
 from fedspan.layers import (
     LAYOUTS,
+    Adapter,
     Factorized,
     Hadamard,
+    LowRank,
     Structured,
     candidates,
     choose,
@@ -25,6 +28,7 @@ from fedspan.layers import (
     plain_weights,
     structured,
 )
+from fedspan.models import build
 from fedspan.task import Task
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -169,10 +173,136 @@ def test_a_matched_start_has_kaimings_variance(layer: Any, plus_one: bool) -> No
     assert sum(found) / 4 == pytest.approx(wanted, rel=0.15)
 
 
+# ------------------------------------------------------------------------------------------------ adapters
+
+
+def filled(layer: Adapter) -> Adapter:
+    """The same layer with no factor at zero."""
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.5)
+    return layer
+
+
+@LAYERS
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
+@pytest.mark.parametrize("start", ["gaussian", "identity"])
+def test_an_adapter_starts_as_the_plain_layer_with_a_constant_weight(layer: Any, kind: Any, start: Any) -> None:
+    new, x = Adapter(layer, 2, kind, own_rank=3, start=start), example(layer, 3)
+    assert_close({"y": new(x)}, {"y": layer(x)}, 1e-14)
+    trained = {k for k, p in new.named_parameters() if p.requires_grad} - {"bias"}
+    assert trained == {*lowrank.FACTORS[kind], "L", "U"}
+    assert all(p.count_nonzero() for k, p in new.named_parameters() if k not in ("U", lowrank.FACTORS[kind][-1]))
+    assert {k for k, p in Adapter(layer, 0, own_rank=1, train_base=True).named_parameters() if p.requires_grad} >= {
+        "weight"
+    }
+
+
+@LAYERS
+def test_an_adapter_applies_pairs_beside_its_weight_where_that_is_cheaper(layer: Any) -> None:
+    thin, thick, based = Adapter(layer, 1), Adapter(layer, 9, own_rank=1), Adapter(layer, 1, train_base=True)
+    m, n = layer.weight.shape[0], layer.weight[0].numel()
+    assert thin.beside == {"A": 3 * (m + n) < m * n, "L": False}
+    assert thick.beside == {"A": False, "L": 3 * (m + n) < m * n}
+    assert based.beside == {"A": False, "L": False}
+    new, x = filled(Adapter(layer, 2)), example(layer, 3)
+    weight = (new.A @ new.B).reshape(layer.weight.shape)  # A B as outputs × all the rest
+    bias = {} if layer.bias is None else {"bias": torch.zeros_like(layer.bias)}
+    assert_close({"y": new.through(x, new.A, new.B)}, {"y": functional_call(layer, {"weight": weight, **bias}, (x,))})
+
+
+def test_hadamard_and_kronecker_adapters_reach_higher_ranks_with_the_numbers_they_promise() -> None:
+    layer = nn.Linear(30, 24, **DOUBLE)
+
+    def change(kind: Any) -> tuple[int, int]:
+        new = filled(Adapter(layer, 2, kind))
+        count = sum(getattr(new, f).numel() for f in lowrank.FACTORS[kind])
+        return int(torch.linalg.matrix_rank((new.compose() - new.weight).detach())), count
+
+    assert change("lora") == (2, 2 * (24 + 30))
+    assert change("loha") == (4, 2 * 2 * (24 + 30))  # r²
+    assert change("lokr") == (2 * 4, 4 * 5 + 2 * (6 + 6))  # rank of C times r; 24 = 4 · 6, 30 = 5 · 6
+    conv = filled(Adapter(nn.Conv2d(6, 8, 3, **DOUBLE), 2, "lokr"))
+    by_hand = torch.einsum("ab,cr,rdhw->acbdhw", conv.C, conv.A, conv.B.reshape(2, 3, 3, 3)).reshape(8, 6, 3, 3)
+    assert_close({"w": conv.compose() - conv.weight}, {"w": by_hand})
+
+
+# ------------------------------------------------------------------------------------------------ U V'
+
+
+@LAYERS
+def test_two_convolutions_are_the_folded_one(layer: Any) -> None:
+    new, x = LowRank(layer, 2), example(layer, 3)
+    assert int(torch.linalg.matrix_rank(lowrank.unfold(new.compose().detach()))) == 2
+    state = {"weight": new.compose()} | ({} if layer.bias is None else {"bias": layer.bias})
+    assert_close({"y": new.through(x)}, {"y": functional_call(layer, state, (x,))})
+
+
+@LAYERS
+def test_factors_of_full_rank_are_the_layer_and_of_less_the_nearest(layer: Any) -> None:
+    full = lowrank.full_rank(layer.weight.shape)
+    assert_close({"w": LowRank(layer, full + 5).compose()}, {"w": layer.weight}, 1e-13)
+    s = torch.linalg.svdvals(lowrank.unfold(layer.weight.detach()))
+    for r in range(1, full):
+        new = LowRank(layer, r)
+        lost = (layer.weight - new.compose()).detach().square().sum()
+        assert float(lost) == pytest.approx(float(s[r:].square().sum()), rel=1e-9)  # Eckart–Young
+        U, V = new.U.detach().flatten(0, -2), new.V.detach().flatten(0, -2)
+        assert_close({"g": U.T @ U}, {"g": V.T @ V}, 1e-13)  # balanced
+
+
+def test_a_convolution_is_read_as_ok_by_ik() -> None:
+    new = LowRank(nn.Conv2d(4, 8, 3, **DOUBLE), 5)
+    assert new.U.numel() + new.V.numel() == 5 * 3 * (4 + 8)
+    matrix = new.U.detach().reshape(24, 5) @ new.V.detach().reshape(12, 5).T
+    assert_close({"w": new.compose()}, {"w": matrix.reshape(8, 3, 4, 3).permute(0, 2, 1, 3)}, 1e-14)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(6, 5, **DOUBLE), torch.ones(4, 3, 3, 3, **DOUBLE)], ids=["0", "1"])
+def test_factors_of_a_poor_weight_are_exact_and_yet_not_dead(weight: torch.Tensor) -> None:
+    U, V = lowrank.leading(weight, 3)
+    assert_close({"w": lowrank.fold(U, V)}, {"w": weight}, 1e-12)
+    assert bool((U.flatten(0, -2).norm(dim=0) > 1e-3).all())
+    again = lowrank.leading(lowrank.fold(U, V) + 0.0, 3)
+    assert_close({"u": again[0][..., :1], "v": again[1][..., :1]}, {"u": U[..., :1], "v": V[..., :1]}, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "channels", "rank", "percent"),
+    [("resnet18", 3, 128, 41.1), ("resnet18", 3, 96, 30.8), ("resnet18", 3, 64, 20.6), ("resnet10", 1, 128, 43.3)],
+)
+def test_published_shares_of_trained_parameters(model: str, channels: int, rank: int, percent: float) -> None:
+    with torch.device("meta"):
+        net = build(model, (channels, 32, 32), 10, norm="batch")
+        names = [k for k in candidates(net) if k.startswith("layer")]
+        whole = sum(p.numel() for p in net.parameters())
+        convert(net, names, lambda layer: Adapter(layer, rank))
+    trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    assert round(100 * trained / whole, 1) == percent
+
+
+def test_published_number_of_trained_parameters() -> None:
+    with torch.device("meta"):
+        net = build("resnet18", (3, 32, 32), 100, norm="batch")
+        assert sum(p.numel() for p in net.parameters()) == 11_220_132
+        convert(net, [k for k in candidates(net) if k.startswith("layer")], lambda layer: Adapter(layer, 128))
+    assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 4_633_764
+
+
 # ------------------------------------------------------------------------------------------------ all kinds
 
 
-KINDS = [lambda m: Factorized(m, 2), lambda m: Hadamard(m, 2), lambda m: Hadamard(m, 2, plus_one=True, tanh=True)]
+KINDS = [
+    lambda m: Factorized(m, 2),
+    lambda m: Hadamard(m, 2),
+    lambda m: Hadamard(m, 2, plus_one=True, tanh=True),
+    lambda m: filled(Adapter(m, 1, own_rank=1, alpha=0.5, own_alpha=2.0)),
+    lambda m: filled(Adapter(m, 9, own_rank=3)),
+    lambda m: filled(Adapter(m, 2, "loha")),
+    lambda m: filled(Adapter(m, 2, "lokr", own_rank=1)),
+    lambda m: filled(Adapter(m, 0, own_rank=1, train_base=True)),
+    lambda m: LowRank(m, 1),
+    lambda m: LowRank(m, 100),
+]
 
 
 @LAYERS
@@ -194,6 +324,19 @@ def test_many_clients_at_once_and_one_after_another(layer: Any, make: Any) -> No
     once = vmap(lambda p, x: functional_call(new, p, (x,)))(params, x)
     for c in range(3):
         assert_close({"y": once[c]}, {"y": functional_call(new, {k: p[c] for k, p in params.items()}, (x[c],))})
+
+
+@pytest.mark.parametrize("make", [lambda m, r: filled(Adapter(m, r)), LowRank], ids=["adapter", "lowrank"])
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_factored_convolutions_go_into_a_norm_when_mapped(make: Any, rank: int, shared: bool) -> None:
+    net = nn.Sequential(make(nn.Conv2d(4, 8, 3, padding=1, **DOUBLE), rank), nn.GroupNorm(2, 8, **DOUBLE))
+    assert getattr(net[0], "apart", None) or net[0].beside["A"]
+    params = {k: p.detach() if shared else torch.randn(3, *p.shape, **DOUBLE) for k, p in net.named_parameters()}
+    x = example(nn.Conv2d(4, 8, 3), 3, 2)
+    run = vmap(lambda p, x: functional_call(net, p, (x,)), in_dims=(None if shared else 0, 0))
+    mine = [params if shared else {k: p[c] for k, p in params.items()} for c in range(3)]
+    assert_close({"y": run(params, x)}, {"y": torch.stack([functional_call(net, mine[c], (x[c],)) for c in range(3)])})
 
 
 # ------------------------------------------------------------------------------------------------ conversion
@@ -250,6 +393,9 @@ def test_choosing_layers() -> None:
         choose(task, ("hiden",), "T")
     with pytest.raises(ConfigError, match="among 'body'"):
         choose(Task(nn.Linear(3, 2)), "body", "T")
+    assert list(choose(task, "large", "T", lambda layer: 40)) == ["hidden"]
+    with pytest.raises(ConfigError, match="T: layers must be 'body', 'all' or names where no layer becomes smaller"):
+        choose(task, "large", "T", lambda layer: 1000)
     only = factorised(task, ("conv",))
     assert structured(only.module) == ["conv"] and only.head == ["head.weight", "head.bias"]
 

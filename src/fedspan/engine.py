@@ -70,7 +70,7 @@ class Engine:
             each, more = wire.roundtrip(sent.each, codecs)
             return client, Sent(sent.weight, mean, each), sizes | more
 
-        new, sent, coded = self._each(one, round, ids, rows, own, common, self.method.plan(), None)
+        new, sent, coded = self._each(one, capacity, round, ids, rows, own, common, self.method.plan(), None)
         return Answer(new, sent, coded)
 
     def evaluate(
@@ -103,7 +103,15 @@ class Engine:
             return {"n": torch.zeros(len(ids), dtype=self.dtype)}
         at = torch.tensor([ids.index(i) for i in kept])
         result: dict[str, Tensor] = self._each(
-            one, round, kept, tree.take(rows, at), tree.take(own, at), common, self.method.personal_plan(task), part
+            one,
+            capacity,
+            round,
+            kept,
+            tree.take(rows, at),
+            tree.take(own, at),
+            common,
+            self.method.personal_plan(task),
+            part,
         )
         where = {name: torch.zeros(len(ids), dtype=t.dtype).index_copy(0, at, t) for name, t in result.items()}
         return where
@@ -111,7 +119,7 @@ class Engine:
     def personal(self, capacity: Capacity, round: int, client: int, row: Tree, down: Tree, common: Tree) -> Tree:
         """The weights one client predicts with."""
         task = self.model(capacity)
-        visit, _, _ = self._visit(client, round, self.method.personal_plan(task), common)
+        visit, _, _ = self._visit(client, round, self.method.personal_plan(task), common, capacity=capacity)
         result: Tree = tree.detach(self.method.personal(task, row, down, visit))
         return result
 
@@ -120,6 +128,7 @@ class Engine:
     def _each(
         self,
         one: Callable[..., Any],
+        capacity: Capacity,
         round: int,
         ids: list[int],
         rows: Tree,
@@ -132,7 +141,7 @@ class Engine:
         if self.mapping == "loop":
             results = []
             for k, i in enumerate(ids):
-                visit, held, _ = self._visit(i, round, plan, common, part)
+                visit, held, _ = self._visit(i, round, plan, common, part, capacity)
                 try:
                     row, mine = tree.aligned((tree.take(rows, k), tree.take(own, k)))
                     results.append(tree.detach(one(row, mine, visit, held)))
@@ -150,13 +159,19 @@ class Engine:
         def mapped(client: Tree, mine: Tree, at: dict[str, Tensor], k: Tensor, n: Tensor, names: Tensor | None) -> Any:
             batches = {s: Batches(self.data.x, self.data.y, r, k, names, mapped=True) for s, r in at.items()}
             held = batches.pop("", None)
-            return one(client, mine, Visit(t, k, n, self.data.clients, batches, common), held)
+            return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
         dims = (0, 0, 0, 0, 0, None if relabel is None else 0)
         return vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
 
     def _visit(
-        self, client: int, round: int, plan: Mapping[str, Amount], common: Tree, part: str | None = None
+        self,
+        client: int,
+        round: int,
+        plan: Mapping[str, Amount],
+        common: Tree,
+        part: str | None = None,
+        capacity: Capacity = None,
     ) -> tuple[Visit, Batches | None, Tensor]:
         k = key(self.seed, "visit", round, client)
         names = None if self.data.relabel is None else self.data.relabel[client]
@@ -166,7 +181,7 @@ class Engine:
         }
         held = batches.pop("", None)
         n = torch.tensor(len(self.data.train[client]), dtype=self.dtype)
-        return Visit(torch.tensor(round), k, n, self.data.clients, batches, common), held, k
+        return Visit(torch.tensor(round), k, n, self.data.clients, batches, common, capacity), held, k
 
     def _streams(self, client: int, round: int, plan: Mapping[str, Amount], part: str | None) -> dict[str, Index]:
         streams = draw(

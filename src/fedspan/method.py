@@ -75,6 +75,7 @@ class Visit:
     clients: int
     batches: Mapping[str, Batches]
     common: Tree = field(default_factory=dict)
+    capacity: Capacity = None
 
     def __getitem__(self, stream: str) -> Batches:
         return self.batches[stream]
@@ -306,6 +307,16 @@ class Sharing(Averaging):
         """Names of the parameters that stay on the client."""
         return task.need_head() if self.private_head else []
 
+    def named(self, task: Task, personal_layers: tuple[str, ...]) -> list[str]:
+        """Names of the parameters in layers that are to be personal."""
+        names = [k for k in task.names if k.startswith(personal_layers)]
+        if not names:
+            raise ConfigError(
+                f"{type(self).__name__}: personal_layers must begin the name of a parameter. Got"
+                f" {list(personal_layers)}; the model has {', '.join(task.names)}."
+            )
+        return names
+
     def split(self, task: Task, params: Params) -> tuple[Params, Params]:
         """What is shared and what stays at home."""
         mine = [*self.private(task), *(task.stats if self.local_stats else ())]
@@ -351,12 +362,4 @@ class Layered(Sharing):
 
     def private(self, task: Task) -> list[str]:
         """The head, or the layers named."""
-        if not self.personal_layers:
-            return super().private(task)
-        names = [k for k in task.names if k.startswith(self.personal_layers)]
-        if not names:
-            raise ConfigError(
-                f"{type(self).__name__}: personal_layers must begin the name of a parameter. Got"
-                f" {list(self.personal_layers)}; the model has {', '.join(task.names)}."
-            )
-        return names
+        return self.named(task, self.personal_layers) if self.personal_layers else super().private(task)

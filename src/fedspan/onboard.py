@@ -69,7 +69,7 @@ class Onboarded:
 
     def model(self) -> nn.Module:
         """The personal model as a module, ready to predict; refused where a method predicts with several models."""
-        if self.weights.keys() != self.task.init().keys():
+        if not self.task.whole(self.weights):
             raise FedspanError(f"Onboard: {self.method} predicts with more than one model; there is no module of it.")
         return self.task.module_with(self.weights)
 

@@ -360,7 +360,7 @@ class Simulation:
             raise ConfigError(f"Result: client must lie in 0..{self.data.clients - 1}. Got {client}.")
         capacity, t = self.capacity[client], self.record.progress.round
         down = self.method.download(self.record.server, torch.tensor([client]), capacity, t)
-        both = {**down.shared, **tree.take(down.own, 0)}
+        both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, self.method.codecs(t))
         weights = self.engine.personal(capacity, t, client, self.record.row(client), both, self.record.common)
         return self.engine.model(capacity), weights
 

@@ -16,7 +16,7 @@ from fedspan.batches import Batch
 from fedspan.errors import ConfigError
 from fedspan.fused import Step, fuse
 from fedspan.randomness import fold, torch_seed, uniform
-from fedspan.tree import Params
+from fedspan.tree import Params, Tree
 
 Kind: TypeAlias = Literal["classification", "regression", "language"]
 PerExample: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -80,6 +80,7 @@ class Task:
                 module = self._build()
         if not isinstance(module, nn.Module):
             raise ConfigError(f"Task: the model must be an nn.Module or build one. Got {type(module).__name__}.")
+        self._origin: Task | None = None
         self.kind, self.dtype, self.seed = kind, dtype, seed if seed is not None else 0
         self.module = self._prepare(module)
         self._own_loss = loss
@@ -161,6 +162,15 @@ class Task:
         """Name of the module that is the head ('' if the whole model is), None if there is none."""
         return self._head_module if self.head else None
 
+    @property
+    def plain(self) -> Task:
+        """The task as it was before its layers were converted; itself if they were not."""
+        return self if self._origin is None else self._origin
+
+    def whole(self, weights: Tree) -> bool:
+        """Whether weights are those of one model: all that is trained, and constants of the module if any."""
+        return self.init().keys() <= weights.keys() <= self.module.state_dict().keys()
+
     def converted(self, change: Callable[[nn.Module], nn.Module]) -> Task:
         """The same task with another module, for example with structured layers; it keeps its head and its loss.
 
@@ -170,7 +180,7 @@ class Task:
         with torch_seed(self.seed, "convert"):
             module = change(copy.deepcopy(self.module))
         task = Task(module, self.kind, head=self.head_layer, loss=self._own_loss, dtype=self.dtype)
-        task.seed = self.seed
+        task.seed, task._origin = self.seed, self.plain
         build = self._build
         task._build = None if build is None else lambda: change(self._prepare(build()))
         return task

@@ -185,6 +185,14 @@ def without(params: Params, names: Iterable[str]) -> Params:
     return {k: v for k, v in params.items() if k not in unwanted}
 
 
+def merge(parts: Tree) -> Params:
+    """One flat dict from several under their own names."""
+    out: Params = {}
+    for part in parts.values():
+        out |= part
+    return out
+
+
 def nbytes(tree: Any) -> int:
     """Bytes of all tensors: what is returned is what is sent."""
     return sum(t.numel() * t.element_size() for t in leaves(tree))

@@ -35,7 +35,7 @@ def export(run: Run, file: File, client: Client) -> None:
     number = _number(client, data.names)
     trained, weights = simulation.personal(number)
     known = trained.init().keys()
-    if weights.keys() == known and structured(trained.module):  # as the plain network that [model] describes
+    if trained.whole(weights) and structured(trained.module):  # as the plain network that [model] describes
         weights, known = plain_weights(trained.module, weights), simulation.task.init().keys()
     flat = {k: t.detach().contiguous().clone() for k, t in tree.flatten(weights).items()}
     done = simulation.record.progress.round

@@ -17,7 +17,9 @@ from fedspan.methods.fedas import FedAs
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
 from fedspan.methods.fedfomo import FedFomo
+from fedspan.methods.fedhm import FedDLR, FedHM, FedLMT
 from fedspan.methods.fedkd import FedKd
+from fedspan.methods.fedloru import FedLoRA, FedLoRU, MFedLoRU, PFedLoRU
 from fedspan.methods.fedpara import FedPara, PFedPara
 from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedproto import FedProto, FedTgp
@@ -27,6 +29,7 @@ from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
 from fedspan.methods.pfedfda import PFedFda
+from fedspan.methods.pfedlora import PFedLoRA, PFedLoRAJoint
 from fedspan.methods.pfedme import L2gd, PFedMe
 from fedspan.methods.pfedsim import PFedSim
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
@@ -66,6 +69,15 @@ METHODS: dict[str, type[Method]] = {
     "factorized-local": FactorizedLocal,
     "fedpara": FedPara,
     "pfedpara": PFedPara,
+    "fedloru": FedLoRU,
+    "fedlora": FedLoRA,
+    "pfedloru": PFedLoRU,
+    "mfedloru": MFedLoRU,
+    "pfedlora1": PFedLoRA,
+    "pfedlora2": PFedLoRAJoint,
+    "fedhm": FedHM,
+    "fedlmt": FedLMT,
+    "feddlr": FedDLR,
 }
 
 
@@ -99,8 +111,13 @@ __all__ = [
     "FedAs",
     "FedAvg",
     "FedBabu",
+    "FedDLR",
     "FedFomo",
+    "FedHM",
     "FedKd",
+    "FedLMT",
+    "FedLoRA",
+    "FedLoRU",
     "FedPara",
     "FedPer",
     "FedProto",
@@ -112,8 +129,12 @@ __all__ = [
     "L2gd",
     "LgFedAvg",
     "Local",
+    "MFedLoRU",
     "Oracle",
     "PFedFda",
+    "PFedLoRA",
+    "PFedLoRAJoint",
+    "PFedLoRU",
     "PFedMe",
     "PFedPara",
     "PFedSim",

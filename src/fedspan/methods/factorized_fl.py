@@ -174,10 +174,8 @@ class FactorizedFL(Sharing):
         return part(below[-1], "v")  # v^{L−1}
 
     def whole(self, client: Tree, down: Tree) -> Params:
-        params: Params = dict(client["h"])
-        for shared in down.values():
-            params |= shared
-        return params
+        h: Params = client["h"]
+        return h | tree.merge(down)
 
     @property
     def secure_sum(self) -> str:

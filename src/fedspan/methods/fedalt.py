@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.batches import Amount, Batch, Batches, Epochs
 from fedspan.method import Federation, Layered, Round, Sent, Visit, Who
+from fedspan.server_step import adaptive_step, moments
 from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
@@ -44,7 +44,7 @@ class FedSim(Layered):
     def init_server(self, task: Task, federation: Federation) -> Tree:
         u = super().init_server(task, federation)["theta"]
         if self.server_optimizer == "adam":
-            return {"theta": u, "m": tree.zeros_like(u), "s": tree.zeros_like(u), "steps": torch.zeros(())}
+            return {"theta": u, **moments(u)}
         return {"theta": u, "m": tree.zeros_like(u)} if self.server_momentum else {"theta": u}
 
     def objective(self, task: Task, params: Params, batch: Batch) -> Tensor:
@@ -66,12 +66,8 @@ class FedSim(Layered):
         u, lr = server["theta"], self.server_lr
         g = tree.sub(u, round.mean["theta"])  # the weighted mean of u^t − u_i, taken as a gradient
         if self.server_optimizer == "adam":
-            steps = server["steps"] + 1
-            m = tree.map(lambda a, b: 0.9 * a + 0.1 * b, server["m"], g)
-            s = tree.map(lambda a, b: 0.999 * a + 0.001 * b * b, server["s"], g)
-            one, two = 1 - 0.9 ** float(steps), 1 - 0.999 ** float(steps)
-            move = tree.map(lambda a, b: (a / one) / ((b / two).sqrt() + 1e-8), m, s)
-            return {"theta": tree.add(u, move, -lr), "m": m, "s": s, "steps": steps}
+            u, state = adaptive_step(u, g, server, lr)
+            return {"theta": u, **state}
         if self.server_momentum:
             g = tree.add(g, server["m"], self.server_momentum)
             return {"theta": tree.add(u, g, -lr), "m": g}

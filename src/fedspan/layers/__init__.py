@@ -1,0 +1,51 @@
+"""Layers whose weight is composed of smaller tensors, and `convert`, which puts them in the place of plain ones.
+
+A structured layer is a module like any other: `functional_call` and `vmap` go through it, `reset_parameters` draws it
+anew, bias, stride, padding and groups are those of the layer it replaces. A new kind of structure is a subclass of
+`Structured` that says how its weight is composed (and may override `forward` where that can be had for less).
+"""
+
+from fedspan.layers.adapter import Adapter, Kind, Start
+from fedspan.layers.base import Structured
+from fedspan.layers.conversion import (
+    Chosen,
+    Which,
+    candidates,
+    choose,
+    convert,
+    in_head,
+    part,
+    parts,
+    plain_weights,
+    structured,
+)
+from fedspan.layers.factorized import Factorized, MuStart
+from fedspan.layers.hadamard import Hadamard
+from fedspan.layers.lowrank import LowRank
+from fedspan.layers.views import LAYOUTS, Layout, Plain, View, matrix_dims
+
+__all__ = [
+    "LAYOUTS",
+    "Adapter",
+    "Chosen",
+    "Factorized",
+    "Hadamard",
+    "Kind",
+    "Layout",
+    "LowRank",
+    "MuStart",
+    "Plain",
+    "Start",
+    "Structured",
+    "View",
+    "Which",
+    "candidates",
+    "choose",
+    "convert",
+    "in_head",
+    "matrix_dims",
+    "part",
+    "parts",
+    "plain_weights",
+    "structured",
+]

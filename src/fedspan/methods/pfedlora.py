@@ -1,0 +1,84 @@
+"""pFedLoRA: a full model for all, and a pair of small factors of every client's own beside each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedspan import lowrank
+from fedspan.anneal import Annealed
+from fedspan.batches import Amount, Epochs
+from fedspan.layers import Adapter, Chosen, Plain, choose, convert, parts
+from fedspan.method import Capacity, Sent, Visit
+from fedspan.task import Task
+from fedspan.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedLoRAJoint(Annealed):
+    """pFedLoRA(2). Wu et al., 2024, as Park and Klabjan, 2024, Algorithm 4, write it.
+
+    W + α_p L U with W averaged as in FedAvg; W, L and U are trained together. L starts Gaussian, U at zero. Symbols:
+    theta = W and all that is not factorised, running statistics included, h = L, U and the head if `private_head`,
+    rank = r_p. Kept: h. Sent: theta.
+    """
+
+    family: ClassVar[str] = "fedloru"
+    reference: ClassVar[str] = "Wu et al., 2024"
+    local_stats: ClassVar[bool] = False
+
+    rank: int = 2
+    alpha: float = 1.0
+    layers: Chosen = "body"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("rank", 1)
+        self.require("alpha", 0.0, allow_zero=True)
+        if isinstance(self.layers, str):
+            self.one_of("layers", "all", "body", "large")
+
+    def model(self, task: Task, capacity: Capacity) -> Task:
+        """Linear and convolutional layers with a pair of factors beside the weight."""
+        names = choose(task, self.layers, type(self).__name__, lambda layer: lowrank.size("lora", layer, self.rank))
+
+        def adapted(layer: Plain) -> Adapter:
+            return Adapter(layer, 0, own_rank=self.rank, own_alpha=self.alpha, train_base=True)
+
+        return task.converted(lambda module: convert(module, names, adapted))
+
+    def private(self, task: Task) -> list[str]:
+        return [*parts(task.module, "L", "U"), *super().private(task)]
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        both = self.fit(task.loss, self.whole(client, down), visit["train"], self.rate(visit))  # eq. (36)
+        theta, h = self.split(task, both)
+        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PFedLoRA(PFedLoRAJoint):
+    """pFedLoRA(1). Wu et al., 2024, as Park and Klabjan, 2024, Algorithm 4, write it.
+
+    As pFedLoRA(2), but in two phases: L and U (and a private head) for `personal_epochs` with W fixed, then W for
+    `global_epochs` (the run's epochs if not given) with L and U fixed. Kept: h. Sent: theta.
+    """
+
+    personal_epochs: int = 1
+    global_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("personal_epochs")
+        if self.global_epochs is not None:
+            self.count("global_epochs")
+
+    def plan(self) -> Mapping[str, Amount]:
+        return {"own": Epochs(self.personal_epochs), "train": Epochs(self.global_epochs)}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        theta, lr = down["theta"], self.rate(visit)
+        h = self.fit(lambda h, b: task.loss(theta | h, b), client["h"], visit["own"], lr)  # eq. (34)
+        theta = self.fit(lambda p, b: task.loss(p | h, b), theta, visit["train"], lr)  # eq. (35)
+        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
