@@ -121,6 +121,7 @@ class Method:
     family: ClassVar[str] = "baseline"
     reference: ClassVar[str] = ""
     needs_groups: ClassVar[bool] = False
+    needs_classes: ClassVar[bool] = False
 
     @property
     def weight(self) -> Literal["samples", "one", "own"]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fedspan import __version__, evaluate, tree, wire
 from fedspan.aggregate import Mean, weighted_sum
+from fedspan.classes import class_matrix
 from fedspan.config_types import build_dataclass
 from fedspan.data.federated import FederatedData
 from fedspan.engine import Engine, choose_mapping, chunk_size
@@ -456,6 +457,8 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
             raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
     if task.kind == "regression" and output[0].numel() != data.y[0].numel():
         raise ConfigError(f"Task: the model must have {data.y[0].numel()} output(s). Got {output[0].numel()}.")
+    if method.needs_classes:
+        class_matrix(task, type(method).__name__)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ class FedAs(Sharing):
     """
 
     reference: ClassVar[str] = "Yang et al., CVPR 2024"
+    needs_classes: ClassVar[bool] = True
     private_head: bool = True
     fisher: bool = True
     align: Literal["class-mean", "example"] = "class-mean"

@@ -37,6 +37,7 @@ class FedKd(Sharing):
     """
 
     reference: ClassVar[str] = "Wu et al., Nature Communications 2022"
+    needs_classes: ClassVar[bool] = True
     weighting: Literal["samples", "uniform"] = "uniform"
     distill: float = 1.0
     clip: float = 10.0

@@ -34,6 +34,7 @@ class FedProto(Training):
     """
 
     reference: ClassVar[str] = "Tan et al., AAAI 2022"
+    needs_classes: ClassVar[bool] = True
     lam: float = 1.0
     weighting: Literal["samples", "uniform"] = "samples"
     predict_by: Literal["head", "prototype"] = "head"
@@ -158,6 +159,8 @@ class FedTgp(FedProto):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         who, y = (round.each["n"] > 0).nonzero(as_tuple=True)
+        if len(y) == 0:  # nobody had a minibatch to look at
+            return server
         P = round.each["p"][who, y]
         delta = self.margin(P, y)
 

@@ -45,6 +45,7 @@ class Flute(Sharing):
     """
 
     reference: ClassVar[str] = "Liu, Shen and Yang, NeurIPS 2024"
+    needs_classes: ClassVar[bool] = True
     private_head: bool = True
     head_epochs: int = 9
     rep_epochs: int | None = None

@@ -42,6 +42,7 @@ class PFedFda(Sharing):
     """
 
     reference: ClassVar[str] = "McLaughlin and Su, NeurIPS 2024"
+    needs_classes: ClassVar[bool] = True
     lr: float = 0.01
     beta: float | None = None
     single_beta: bool = False
@@ -125,6 +126,8 @@ class PFedFda(Sharing):
         """The statistics between the client's own and the common ones that predict best, and where they lie."""
         with torch.no_grad():
             parts = [(task.features(params, b.x), members(b, len(prior), prior.dtype)) for b in stream]
+            if not parts:  # a lone example, which batch normalisation cannot use
+                return common, torch.zeros_like(prior[:1].expand(2))
             f, member = (torch.cat(part) for part in zip(*parts))
             own = self.estimate(f, member, common)
             if self.beta is not None:
