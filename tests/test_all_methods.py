@@ -97,7 +97,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     (
         "fedloru",
         {"rank": 2, "tau": 3, "reinit": "momentum", "adapter": "lokr", "private_head": True, "cycle": 3}
-        | {"alpha": 2.0, "alpha_over_r": True, "server_optimizer": "adam", "server_lr": 0.1},
+        | {"alpha": 2.0, "alpha_over_r": True, "server_optimizer": "adam", "server_lr": 0.03},
     ),
     ("fedlora", {"rank": 2, "adapter": "loha", "server_optimizer": "adagrad", "server_lr": 0.2, "layers": "all"}),
     ("pfedloru", {"rank": 3, "tau": 3, "own_ranks": (1, 2), "ranks": (3, 1), "private_head": True, "momentum": 0.5}),
@@ -111,7 +111,16 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
 ROWS = pytest.mark.parametrize(
     ("name", "fields"), TABLE, ids=[f"{n}-{'-'.join(map(str, f.values())) or 'default'}" for n, f in TABLE]
 )
-MODELS = pytest.mark.parametrize("kind", ["mlp", "cnn", "dropout"])
+# Every row on the small MLP; the other models for the first row of each method.
+FIRST = [TABLE.index(next(row for row in TABLE if row[0] == name)) for name in dict(TABLE)]
+MODELS = pytest.mark.parametrize(
+    ("name", "fields", "kind"),
+    [
+        pytest.param(*row, kind, id=f"{row[0]}-{'-'.join(map(str, row[1].values())) or 'default'}-{kind}")
+        for k, row in enumerate(TABLE)
+        for kind in (("mlp", "cnn", "dropout") if k in FIRST else ("mlp",))
+    ],
+)
 
 
 # Methods whose server also holds what follows from the data alone, or loses on the wire what was never learnt.
@@ -170,12 +179,11 @@ def one_round(
     return rows, engine.update(capacity, t, ids, rows, shared, down.own, common)
 
 
-@ROWS
 @MODELS
 def test_vmap_chunks_and_loop_agree(name: str, fields: dict[str, Any], kind: str) -> None:
     method = make(name, **fields)
     loop = run(method, kind, mapping="loop", workers=1)
-    for settings in ({"chunk": 100}, {"chunk": 2}):
+    for settings in ({"chunk": 100}, {"chunk": 2})[kind != "mlp" :]:
         mapped = run(method, kind, mapping="vmap", workers=1, **settings)
         assert_close(state(loop), state(mapped))
         for measure, values in loop.result.per_client.items():  # type: ignore[attr-defined]
@@ -192,9 +200,9 @@ def test_batch_normalisation_runs_by_the_loop_and_stays_finite(name: str, fields
 
 
 @ROWS
-@pytest.mark.parametrize("mapping", ["vmap", "loop"])
-def test_number_of_workers_does_not_change_a_bit(name: str, fields: dict[str, Any], mapping: str) -> None:
+def test_number_of_workers_does_not_change_a_bit(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
+    mapping = ("vmap", "loop")[TABLE.index((name, fields)) % 2]
     assert (
         run(method, mapping=mapping, rounds=2, workers=1, chunk=2).record.digest()
         == run(method, mapping=mapping, rounds=2, workers=2, chunk=2).record.digest()
@@ -323,7 +331,7 @@ def test_training_lowers_the_loss(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
     untuned = make(name, **fields | UNTUNED.get(name, {}))
     start = run(untuned, rounds=0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
-    end = run(method, rounds=15, participation=1.0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
+    end = run(method, rounds=12, participation=1.0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
     assert end < 0.8 * start
 
 

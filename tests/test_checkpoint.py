@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not used, whatever happens to the process, the disk or the files (reliability.md F2 to F4)."""
+"""Checkpoints: whole or not used, whatever happens to the process, the disk or the files."""
 
 from __future__ import annotations
 

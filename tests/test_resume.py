@@ -1,4 +1,4 @@
-"""A run that is killed, interrupted or continued ends as one nobody disturbed (reliability.md F1, D1, D4)."""
+"""A run that is killed, interrupted or continued ends as one nobody disturbed."""
 
 from __future__ import annotations
 

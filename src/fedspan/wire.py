@@ -139,7 +139,10 @@ class Energy:
             raise ConfigError(f"Energy: share must lie in (0, 1]. Got {self.share!r}.")
 
     def _cut(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        u, s, v = torch.linalg.svd(x.reshape(x.shape[0], -1), full_matrices=False)
+        matrix = x.reshape(x.shape[0], -1)
+        finite = matrix.isfinite().all()
+        u, s, v = torch.linalg.svd(torch.where(finite, matrix, torch.zeros_like(matrix)), full_matrices=False)
+        s = torch.where(finite, s, torch.full_like(s, torch.nan))  # what is not a number must arrive as such
         held = s.square().cumsum(0) / s.square().sum().clamp_min(torch.finfo(s.dtype).tiny)
         # The smallest rank whose energy reaches the share; one more than the number of prefixes that do not.
         rank = ((held < self.share - 1e-12).sum() + 1).clamp_max(len(s))

@@ -46,6 +46,10 @@ class FedAs(Sharing):
         self.require("lr_align", 0.0, allow_zero=True)
 
     @property
+    def weight_bound(self) -> float:
+        return 3e38  # a trace has no natural bound; beyond this single precision has none either
+
+    @property
     def weight(self) -> Literal["samples", "one", "own"]:
         return "own" if self.fisher else super().weight
 
