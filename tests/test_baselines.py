@@ -74,8 +74,7 @@ def test_cfl_that_never_splits_is_fedavg_with_uniform_weights(mapping: str, priv
     assert_close(models(sim), models(run(FedAvg(**common), mapping=mapping)))
 
 
-@pytest.mark.parametrize("linkage", ["complete", "single"])
-@pytest.mark.parametrize("participation", [0.5, 1.0])
+@pytest.mark.parametrize(("linkage", "participation"), [("complete", 0.5), ("single", 1.0)])
 def test_cfl_splits_opposed_labels_into_the_true_groups(linkage: Any, participation: float) -> None:
     data = make_data(clients=12, equal=True)
     sim = run(Cfl(lr=0.1, start_round=8, linkage=linkage), data, rounds=14, participation=participation)
@@ -561,17 +560,16 @@ def test_fedala_weights_take_the_step_of_their_derivative_and_stay_in_bounds(map
     assert between > 20
 
 
-@MAPPING
-def test_fedala_settles_its_first_blend_and_then_takes_one_pass(mapping: str) -> None:
+def test_fedala_settles_its_first_blend_and_then_takes_one_pass() -> None:
     def weights(passes: int, threshold: float, rounds: int) -> Tree:
         method = FedAla(lr=0.2, lr_a=5.0, top=2, share=1.0, start_passes=passes, threshold=threshold)
-        sim = run(method, rounds=rounds, participation=1.0, mapping=mapping, batch_size="full", epochs=1)
+        sim = run(method, rounds=rounds, participation=1.0, batch_size="full", epochs=1)
         return {str(i): sim.record.row(i)["A"] for i in range(7)}
 
     # Any eleven losses agree within a wide threshold; none do within 0, so that the cap decides.
     assert_close(weights(20, 99.0, 2), weights(11, 0.0, 2))
     assert tree.digest(weights(14, 0.0, 2)) != tree.digest(weights(11, 0.0, 2))
-    sim = run(FedAla(lr=0.2, start_passes=12), rounds=2, participation=0.6, mapping=mapping)
+    sim = run(FedAla(lr=0.2, start_passes=12), rounds=2, participation=0.6)
     fresh = {i for i in range(7) if bool(sim.record.row(i)["fresh"])}
     assert fresh == set(range(7)) - set(sample(7, sim.settings, 5, 2))  # in round 1 nothing could differ yet
 

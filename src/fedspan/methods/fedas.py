@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -48,6 +49,10 @@ class FedAs(Sharing):
     @property
     def weight(self) -> Literal["samples", "one", "own"]:
         return "own" if self.fisher else super().weight
+
+    @property
+    def weight_bound(self) -> float:
+        return math.inf  # a trace has no natural bound; one that is not finite stops the run
 
     def plan(self) -> Mapping[str, Amount]:
         return {"align": Epochs(self.align_epochs), "train": Epochs(), "all": All()}
