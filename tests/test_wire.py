@@ -82,6 +82,15 @@ def test_roundtrip_under_vmap_is_the_loop(codec: Codec, shape: tuple[int, ...]) 
         assert int(sizes[k]) == size
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_energy_passes_on_what_is_not_finite(bad: float) -> None:
+    x = matrix(12, 30, rank=1)
+    x[3, 4] = bad
+    for value in (Energy(0.9).roundtrip(x)[0], Energy(0.9).encode(x)["dense"]):
+        assert torch.equal(value.isfinite(), x.isfinite())
+    assert int(Energy(0.9).roundtrip(x)[1]) == x.numel() * 8
+
+
 def test_half_rounds_to_sixteen_bits() -> None:
     value, size = check_codec(Half(), torch.tensor([1.0, 1.0 + 2**-12, 0.1]))
     assert size == 6 and value.tolist() == [1.0, 1.0, float(torch.tensor(0.1).half())]

@@ -139,10 +139,9 @@ class Energy:
             raise ConfigError(f"Energy: share must lie in (0, 1]. Got {self.share!r}.")
 
     def _cut(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        matrix = x.reshape(x.shape[0], -1)
-        finite = matrix.isfinite().all()
-        u, s, v = torch.linalg.svd(torch.where(finite, matrix, torch.zeros_like(matrix)), full_matrices=False)
-        s = torch.where(finite, s, torch.full_like(s, torch.nan))  # what is not a number must arrive as such
+        # What is not finite has no singular values; it passes as it is, for the simulator to find.
+        finite = torch.where(torch.isfinite(x).all(), x, torch.zeros_like(x))
+        u, s, v = torch.linalg.svd(finite.reshape(x.shape[0], -1), full_matrices=False)
         held = s.square().cumsum(0) / s.square().sum().clamp_min(torch.finfo(s.dtype).tiny)
         # The smallest rank whose energy reaches the share; one more than the number of prefixes that do not.
         rank = ((held < self.share - 1e-12).sum() + 1).clamp_max(len(s))
@@ -151,7 +150,7 @@ class Energy:
 
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         """The tensors that travel."""
-        if x.ndim < 2:
+        if x.ndim < 2 or not bool(torch.isfinite(x).all()):
             return {"dense": x}
         u, s, v, rank = self._cut(x)
         k = int(rank)
@@ -173,7 +172,7 @@ class Energy:
         u, s, v, rank = self._cut(x)
         kept = torch.where(torch.arange(len(s), device=x.device) < rank, s, torch.zeros_like(s))
         short = rank * (u.shape[0] + v.shape[1] + 1) * x.element_size()
-        small = short < dense
+        small = (short < dense) & torch.isfinite(x).all()
         return torch.where(small, ((u * kept) @ v).reshape(x.shape), x), torch.where(small, short, dense)
 
 

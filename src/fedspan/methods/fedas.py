@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -46,12 +47,12 @@ class FedAs(Sharing):
         self.require("lr_align", 0.0, allow_zero=True)
 
     @property
-    def weight_bound(self) -> float:
-        return 3e38  # a trace has no natural bound; beyond this single precision has none either
-
-    @property
     def weight(self) -> Literal["samples", "one", "own"]:
         return "own" if self.fisher else super().weight
+
+    @property
+    def weight_bound(self) -> float:
+        return math.inf  # a trace has no natural bound; one that is not finite stops the run
 
     def plan(self) -> Mapping[str, Amount]:
         return {"align": Epochs(self.align_epochs), "train": Epochs(), "all": All()}
