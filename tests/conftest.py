@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # Before torch starts: more threads than cores would make tests ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,15 +12,40 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from fedspan import tree
+from fedspan.cli import app
 from fedspan.data.federated import FederatedData
+from fedspan.layers import plain_weights
+from fedspan.method import Method
+from fedspan.settings import Settings
+from fedspan.simulate import Simulation
 from fedspan.task import Task
+from fedspan.tree import Params, Tree
 
 torch.set_num_threads(1)
 
 TOLERANCE = 1e-12
 """Two ways of computing the same thing in float64: |difference| <= TOLERANCE * max(1, largest entry)."""
+
+
+def call(*arguments: str, code: int = 0) -> Any:
+    """`fedspan` with these arguments: its result, if it ends with this code."""
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def failing(*arguments: str) -> str:
+    """The one sentence with which `fedspan` refuses these arguments."""
+    result = call(*arguments, code=2)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("Error: "), result.stderr
+    assert "Traceback" not in result.output
+    return str(lines[0])
 
 
 def assert_close(a: object, b: object, tolerance: float = TOLERANCE) -> None:
@@ -99,3 +125,30 @@ def task() -> Task:
 def data() -> FederatedData:
     """Seven ragged clients for the small MLP."""
     return make_data()
+
+
+def finished(
+    method: Method,
+    kind: str = "mlp",
+    rounds: int = 3,
+    task: Task | None = None,
+    data: FederatedData | None = None,
+    **settings: Any,
+) -> Simulation:
+    """A finished run on seven ragged clients, four of them in each round."""
+    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
+    settled = Settings(evaluate_every=100, **chosen)
+    sim = Simulation(method, task or make_task(kind), data or make_data(kind), rounds=rounds, seed=5, settings=settled)
+    sim.result = sim.run()  # type: ignore[attr-defined]
+    return sim
+
+
+def plain_model(sim: Simulation, client: int = 0) -> Params:
+    """A client's model as that of the plain network."""
+    task, weights = sim.personal(client)
+    return plain_weights(task.module, weights)
+
+
+def plain_models(sim: Simulation) -> Tree:
+    """Every client's model as that of the plain network."""
+    return {str(i): plain_model(sim, i) for i in range(sim.data.clients)}

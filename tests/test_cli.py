@@ -16,10 +16,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import fedspan
-from fedspan.cli import app
+from conftest import call, failing
 from fedspan.commands import running
 from fedspan.commands.probe import facts
 from fedspan.config import assemble, load_config
@@ -58,22 +57,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(1)
     yield tmp_path
     torch.set_num_threads(threads)
-
-
-def call(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
-
-
-def failing(*arguments: str) -> str:
-    result = call(*arguments, code=2)
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("Error: "), result.stderr
-    assert "Traceback" not in result.output
-    return str(lines[0])
 
 
 def shell(*arguments: str, **more: Any) -> subprocess.Popen[str]:

@@ -19,42 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from conftest import assert_close, make_data, make_task
+from conftest import finished as run
+from conftest import plain_model as model
+from conftest import plain_models as models
 from fedspan import lowrank, tree
 from fedspan.batches import Batch
-from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
-from fedspan.layers import Adapter, LowRank, candidates, convert, plain_weights
+from fedspan.layers import Adapter, LowRank, candidates, convert
 from fedspan.local import adamw, gradient, sgd
-from fedspan.method import Method, Round
+from fedspan.method import Round
 from fedspan.methods import FedAvg, FedDLR, FedHM, FedLMT, make
 from fedspan.methods.fedhm import factors, matching_rho
 from fedspan.models import build
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
 from fedspan.task import Task
-from fedspan.tree import Params, Tree
+from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 MAPPING = pytest.mark.parametrize("mapping", ["vmap", "loop"])
-
-
-def run(
-    method: Method, kind: str = "mlp", rounds: int = 3, data: FederatedData | None = None, **settings: Any
-) -> Simulation:
-    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
-    settled = Settings(evaluate_every=100, **chosen)
-    sim = Simulation(method, make_task(kind), data or make_data(kind), rounds=rounds, seed=5, settings=settled)
-    sim.result = sim.run()  # type: ignore[attr-defined]
-    return sim
-
-
-def model(sim: Simulation, client: int = 0) -> Params:
-    task, weights = sim.personal(client)
-    return plain_weights(task.module, weights)
-
-
-def models(sim: Simulation) -> Tree:
-    return {str(i): model(sim, i) for i in range(sim.data.clients)}
 
 
 # ------------------------------------------------------------------------------------------------ truncation

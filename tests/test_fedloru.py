@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from conftest import assert_close, assert_same, make_data, make_task
+from conftest import finished as run
+from conftest import plain_model as model
+from conftest import plain_models as models
 from fedspan import lowrank, tree
-from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
-from fedspan.layers import plain_weights
-from fedspan.method import Method, Visit
+from fedspan.method import Visit
 from fedspan.methods import FedAvg, FedLoRA, FedLoRU, MFedLoRU, PFedLoRA, PFedLoRAJoint, PFedLoRU, make
-from fedspan.settings import Settings
 from fedspan.simulate import Simulation
 from fedspan.task import Task
-from fedspan.tree import Params, Tree
+from fedspan.tree import Params
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 MAPPING = pytest.mark.parametrize("mapping", ["vmap", "loop"])
@@ -44,32 +44,6 @@ def unbiased() -> Task:
     sizes = ((5, 7), (7, 6), (6, 3))
     a, b, c = (nn.Linear(i, o, bias=False) for i, o in sizes)
     return Task(nn.Sequential(a, nn.Tanh(), b, nn.Tanh(), c), dtype=torch.float64)
-
-
-def run(
-    method: Method,
-    kind: str = "mlp",
-    rounds: int = 3,
-    task: Task | None = None,
-    data: FederatedData | None = None,
-    **settings: Any,
-) -> Simulation:
-    """A finished run on seven ragged clients, four of them in each round."""
-    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
-    settled = Settings(evaluate_every=100, **chosen)
-    sim = Simulation(method, task or make_task(kind), data or make_data(kind), rounds=rounds, seed=5, settings=settled)
-    sim.result = sim.run()  # type: ignore[attr-defined]
-    return sim
-
-
-def model(sim: Simulation, client: int = 0) -> Params:
-    """A client's model as that of the plain network."""
-    task, weights = sim.personal(client)
-    return plain_weights(task.module, weights)
-
-
-def models(sim: Simulation) -> Tree:
-    return {str(i): model(sim, i) for i in range(sim.data.clients)}
 
 
 def moved(sim: Simulation) -> float:

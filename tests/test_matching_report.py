@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fedspan.cli import app
+from conftest import call
 from fedspan.method import Federation, Round
 from fedspan.methods import METHODS
 from fedspan.methods.fedavg import FedAvg
@@ -81,14 +80,6 @@ class Toy(FedAvg):
 
     def matrices(self, server: Tree) -> dict[str, torch.Tensor]:
         return {"sigma": torch.where(server["sigma"] > 0.41, server["sigma"], torch.nan)}
-
-
-def call(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 @pytest.fixture(scope="module")

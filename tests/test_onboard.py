@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from conftest import make_data, make_model
+from conftest import call, failing, make_data, make_model
 from fedspan import FederatedData, Result, make, simulate, tree
-from fedspan.cli import app
 from fedspan.config import assemble, from_dict
 from fedspan.data import load
 from fedspan.errors import ConfigError, DataError
@@ -34,21 +32,6 @@ EXPERIMENT: dict[str, Any] = {
 }
 Held = tuple[FederatedData, list[Client], Any]
 HELD = [16, 17, 18, 19]  # one of each group
-
-
-def call(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
-
-
-def failing(*arguments: str) -> str:
-    result = call(*arguments, code=2)
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("Error: "), result.stderr
-    return str(lines[0])
 
 
 def hashes(folder: Path) -> dict[str, str]:

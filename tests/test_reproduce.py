@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from conftest import call
 from fedspan import report
-from fedspan.cli import app
 from fedspan.commands import running
 from fedspan.errors import ConfigError
 from fedspan.methods import METHODS
@@ -84,12 +83,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def call(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["reproduce", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
+def reproduce(*arguments: str, code: int = 0) -> Any:
+    return call("reproduce", *arguments, code=code)
 
 
 # ------------------------------------------------------------------------------------------------ the files
@@ -214,7 +209,7 @@ def test_slugs() -> None:
 
 def test_end_to_end_and_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "tiny.toml").write_text(TINY + BROKEN)
-    said = call("tiny.toml", "--out", "out").stdout
+    said = reproduce("tiny.toml", "--out", "out").stdout
     assert "3 rows, 13 runs" in said and "[1/13] Local, lr 0.1, validation, seed 0: done" in said
     assert "quick" not in said and (here / "out/report.html").is_file()
     result = json.loads((here / "out/result.json").read_text())
@@ -245,18 +240,18 @@ def test_end_to_end_and_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(running, "execute", never)
     monkeypatch.setattr(report, "write_page", lambda *_: None)  # slow, and drawn once already
-    again = call("tiny.toml", "--out", "out").stdout
+    again = reproduce("tiny.toml", "--out", "out").stdout
     assert again.count("] ") == again.count("already ") == 11
     assert json.loads((here / "out/result.json").read_text()) == result
 
 
 def test_quick_rows_overrides_and_more_seeds(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "write_page", lambda *_: None)
-    said = call("tiny.toml", "--quick")
+    said = reproduce("tiny.toml", "--quick")
     assert "quick: 4 clients, 1 rounds, 300 examples; not comparable with the paper" in said.stdout
     result = json.loads((here / "runs/tiny-quick/result.json").read_text())
     assert [r["label"] for r in result["rows"]] == ["Local"] and result["rows"][0]["difference"] is None
-    call("tiny.toml", "method.lr=0.3", "rounds=1", "--seeds", "1", "--rows", "local", "--out", "o")
+    reproduce("tiny.toml", "method.lr=0.3", "rounds=1", "--seeds", "1", "--rows", "local", "--out", "o")
     result = json.loads((here / "o/result.json").read_text())
     (row,) = result["rows"]
     assert row["lr"] == 0.3 and len(row["validation"]) == 1 and len(row["tests"]) == 1
@@ -275,14 +270,14 @@ def test_a_seed_that_diverges_is_shown(here: Path, monkeypatch: pytest.MonkeyPat
         real(config, *more, **options)
 
     monkeypatch.setattr(running, "execute", sometimes)
-    call("tiny.toml", "--out", "o", "--rows", "local", "rounds=1")
+    reproduce("tiny.toml", "--out", "o", "--rows", "local", "rounds=1")
     (row,) = json.loads((here / "o/result.json").read_text())["rows"]
     assert row["diverged"] and row["mean"] is None and row["tests"][0]["accuracy"] is not None
     assert "diverged (1 of 2 seeds)" in (here / "o/table.md").read_text()
 
 
 def test_listing_and_wrong_names() -> None:
-    assert "pfl-mf/table2-permuted-mnist" in call().stdout
+    assert "pfl-mf/table2-permuted-mnist" in reproduce().stdout
     for arguments, message in (
         (["table2-permuted-mnits"], "Did you mean 'table2-permuted-mnist'?"),
         (["rounds=3"], "name an experiment before settings"),
@@ -290,7 +285,7 @@ def test_listing_and_wrong_names() -> None:
         (["tiny.toml", "--rows", "locl"], "Did you mean 'local'?"),
         (["tiny.toml", "partition.kind=idd"], "Did you mean 'iid'?"),
     ):
-        lines = call(*arguments, code=2).stderr.strip().splitlines()
+        lines = reproduce(*arguments, code=2).stderr.strip().splitlines()
         assert len(lines) == 1 and message in lines[0], lines
 
 

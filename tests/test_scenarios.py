@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fedspan.cli import app
+from conftest import call
 from fedspan.config import assemble, assemble_data, from_dict, to_toml
 from fedspan.data import FederatedData, Source, describe, load, partition, text_picture
 from fedspan.data.catalog import DOMAINS, KNOWN
@@ -28,14 +27,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("FEDSPAN_DEBUG", raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def call(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 def made(path: Path, classes: int = 6, train: int = 240, test: int = 60) -> str:

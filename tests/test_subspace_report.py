@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from conftest import call
 from fedspan import tree
-from fedspan.cli import app
 from fedspan.commands.analyse import refreshed
 from fedspan.commands.running import open_run
 from fedspan.errors import FedspanError
@@ -41,14 +40,6 @@ rank = 4
 evaluate_every = 4
 workers = 1
 """
-
-
-def call(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
 
 
 def execute(where: Path, name: str, *overrides: str) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import selectors
@@ -112,8 +111,6 @@ class Pool:
     # ------------------------------------------------------------------------------------------- parent side
 
     def _start(self) -> None:
-        # torch.func.grad imports this when first called, which takes seconds: once here rather than in every worker.
-        importlib.import_module("torch._dynamo")
         for _ in range(self.workers):
             ours, theirs = socket.socketpair()
             sys.stdout.flush()

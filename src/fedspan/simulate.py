@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 import platform
@@ -109,8 +110,12 @@ class Simulation:
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # so that the numbers are the same in this process and in every worker
+        workers = self.settings.workers or len(os.sched_getaffinity(0))
+        if workers > 1 and self.mapping == "vmap":
+            # torch.func.grad imports this when first called, which takes seconds: once here, not in every worker.
+            importlib.import_module("torch._dynamo")
         try:
-            with Pool(self._handle, self.settings.workers or len(os.sched_getaffinity(0))) as self.pool:
+            with Pool(self._handle, workers) as self.pool:
                 while self.record.progress.round < self.rounds:
                     with _finish_first() as interrupted:
                         line = self._step()

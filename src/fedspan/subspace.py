@@ -35,7 +35,7 @@ def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float, most: float | Non
     `most` the step is shortened until the models that are distributed as C move at most that part of their own root
     mean square, which no gauge changes either.
     """
-    gram, A = U.double().T @ U.double(), C.double()
+    A = C.double()
     if ridge:
         # With UᵀU = L Lᵀ this is M L (Lᵀ C L + ρ I)⁻¹ Lᵀ: no inverse of UᵀU, which single precision could not give.
         _, L, _ = gauge(U.double())
@@ -47,7 +47,7 @@ def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float, most: float | Non
     step: Tensor = M @ inverted.to(U.dtype)
     if most is None:
         return U + step
-    moved, held = (torch.trace(g @ A).clamp_min(0).sqrt() for g in (step.double().T @ step.double(), gram))
+    moved, held = (torch.trace(X.T @ X @ A).clamp_min(0).sqrt() for X in (step.double(), U.double()))
     return U + step * float(torch.clamp(most * held / moved.clamp_min(torch.finfo(A.dtype).tiny), max=1.0))
 
 

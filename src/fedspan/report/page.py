@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WORST = 10
-_SUBSPACES = 4
-_MATCHINGS = 4
+_SETTINGS = 4
 
 
 def write_page(runs: Sequence[Run], out: str | Path, title: str | None = None) -> Path:
@@ -187,26 +186,35 @@ def _coordinates(groups: Sequence[Group]) -> str:
         return ""
     from fedspan.report import subspace  # needs torch, which no other part of a page does
 
-    out = ""
-    for k, g in enumerate(those[:_SUBSPACES]):
-        try:
-            of = subspace.coordinates(g.runs[0])
-            found = subspace.structure(of)
-            says = subspace.sentence(of, found)
-            label = f"Clients of {g.label} on the principal plane of their models. {says}"
-            svg = inline_svg(lambda of=of, found=found: subspace.embedding_figure(of, found), label, f"s{k}")  # type: ignore[misc]
-        except Exception as e:  # a damaged checkpoint can fail anywhere, and must not cost the rest of the page
-            why = clean(without_paths(str(e) or type(e).__name__), 300)
-            out += f'<p class="note">No coordinates of {escape(g.label)}: {escape(why)}</p>\n'
-            continue
-        seed = f", seed {g.runs[0].seed}" if len(g.runs) > 1 else ""
-        head = f"<h3>{escape(g.label + seed)}</h3><p>{escape(says)}</p>"
-        out += f"<figure><figcaption>{head}</figcaption>\n{svg}</figure>\n"
-    more = f" The first {_SUBSPACES} of {len(those)} settings are shown." if len(those) > _SUBSPACES else ""
+    def drawn(k: int, g: Group) -> tuple[str, str]:
+        of = subspace.coordinates(g.runs[0])
+        found = subspace.structure(of)
+        says = subspace.sentence(of, found)
+        label = f"Clients of {g.label} on the principal plane of their models. {says}"
+        return says, inline_svg(partial(subspace.embedding_figure, of, found), label, f"s{k}")
+
+    out, more = _per_setting(those, drawn, "coordinates")
     return (
         "<section>\n<h2>The clients' coordinates</h2>\n<p>Every client's model in an orthonormal basis of the shared"
         f' subspace; near dots are near models.{more}</p>\n<div class="figures">\n{out}</div>\n</section>\n'
     )
+
+
+def _per_setting(groups: Sequence[Group], drawn: Callable[[int, Group], tuple[str, str]], what: str) -> tuple[str, str]:
+    """One figure per setting, of its first seed, with what it says; and a sentence if some are left out."""
+    out = ""
+    for k, g in enumerate(groups[:_SETTINGS]):
+        try:
+            says, svg = drawn(k, g)
+        except Exception as e:  # a damaged checkpoint can fail anywhere, and must not cost the rest of the page
+            why = clean(without_paths(str(e) or type(e).__name__), 300)
+            out += f'<p class="note">No {what} of {escape(g.label)}: {escape(why)}</p>\n'
+            continue
+        seed = f", seed {g.runs[0].seed}" if len(g.runs) > 1 else ""
+        head = f"<h3>{escape(g.label + seed)}</h3><p>{escape(says)}</p>"
+        out += f"<figure><figcaption>{head}</figcaption>\n{svg}</figure>\n"
+    more = f" The first {_SETTINGS} of {len(groups)} settings are shown." if len(groups) > _SETTINGS else ""
+    return out, more
 
 
 def _matching(groups: Sequence[Group]) -> str:
@@ -221,25 +229,18 @@ def _matching(groups: Sequence[Group]) -> str:
         return ""
     from fedspan.report import matching  # needs torch, which no other part of a page does
 
-    out = ""
-    for k, g in enumerate(those[:_MATCHINGS]):
-        try:
-            of = matching.matching(g.runs[0])
-            says = matching.sentence(of, matching.found_in(of))
-            label = f"Likeness and matches of the clients of {g.label}. {says}"
-            svg = inline_svg(partial(matching.matching_figure, of), label, f"m{k}")
-            kept = matching.history(g.runs[0].lines, len(of.names))
-            if kept:
-                label = f"Likeness of the clients of {g.label} over the rounds."
-                svg += inline_svg(partial(matching.history_figure, of, kept), label, f"h{k}")
-        except Exception as e:  # a damaged checkpoint can fail anywhere, and must not cost the rest of the page
-            why = clean(without_paths(str(e) or type(e).__name__), 300)
-            out += f'<p class="note">No matches of {escape(g.label)}: {escape(why)}</p>\n'
-            continue
-        seed = f", seed {g.runs[0].seed}" if len(g.runs) > 1 else ""
-        head = f"<h3>{escape(g.label + seed)}</h3><p>{escape(says)}</p>"
-        out += f"<figure><figcaption>{head}</figcaption>\n{svg}</figure>\n"
-    more = f" The first {_MATCHINGS} of {len(those)} settings are shown." if len(those) > _MATCHINGS else ""
+    def drawn(k: int, g: Group) -> tuple[str, str]:
+        of = matching.matching(g.runs[0])
+        says = matching.sentence(of, matching.found_in(of))
+        label = f"Likeness and matches of the clients of {g.label}. {says}"
+        svg = inline_svg(partial(matching.matching_figure, of), label, f"m{k}")
+        kept = matching.history(g.runs[0].lines, len(of.names))
+        if kept:
+            label = f"Likeness of the clients of {g.label} over the rounds."
+            svg += inline_svg(partial(matching.history_figure, of, kept), label, f"h{k}")
+        return says, svg
+
+    out, more = _per_setting(those, drawn, "matches")
     return (
         "<section>\n<h2>Who learns from whom</h2>\n<p>How alike the server found the clients, and how often each (row)"
         " received from each (column); darker is more, lines divide the true groups. Where it was kept, likeness over"
