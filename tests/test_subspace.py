@@ -63,7 +63,9 @@ def test_a_clear_gap_is_found_and_an_unclear_one_is_not() -> None:
     assert subspace.clear_gap(falling(1.1, 1.1, 1.2, 1.1, 1.1, 1.1, 1.1, 1.1), 1.25) is None  # too small
     assert subspace.clear_gap(falling(1.1, 1.55, 1.6, 1.1, 1.1, 1.1, 1.1, 1.1), 1.25) is None  # not alone
     assert subspace.clear_gap(falling(1.1, 1.1, 1.6, 1.1, 1.1, 1.1, 9.0, 9.0), 1.25) == 3  # the tail does not count
-    assert subspace.clear_gap(falling(1.5), 1.25) == 1
+    assert subspace.clear_gap(falling(9.0, 1.1, 1.6, 1.1, 1.1, 1.1, 1.1, 1.1), 1.25) == 3  # nor does the first
+    assert subspace.clear_gap(falling(1.1, 1.5), 1.25) == 2
+    assert subspace.clear_gap(falling(1.5), 1.25) is None
 
 
 def test_gaps_of_a_spectrum_stop_at_the_noise_of_the_arithmetic() -> None:

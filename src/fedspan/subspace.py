@@ -86,14 +86,17 @@ def gaps(values: Tensor) -> Tensor:
 def clear_gap(gaps: Tensor, least: float) -> int | None:
     """The k after which the largest gap sits, if it is at least log(`least`) and half that ahead of any other, or None.
 
-    Gaps in the last quarter are left out: the smallest values of any sample spread far apart.
+    The first gap is left out: what all models have in common is nearly always far ahead of the rest, and one direction
+    would be one model for all. So are those in the last quarter: the smallest values of any sample spread far apart.
     """
-    inner = gaps[: max(1, len(gaps) - len(gaps) // 4)]
+    inner = gaps[1 : len(gaps) - len(gaps) // 4]
+    if not len(inner):
+        return None
     top = inner.topk(min(2, len(inner))).values
     ahead = float(top[0] - top[1]) if len(top) > 1 else math.inf
     if float(top[0]) < math.log(least) or ahead < math.log(least) / 2:
         return None
-    return int(inner.argmax()) + 1
+    return int(inner.argmax()) + 2
 
 
 def cut(U: Tensor, C: Tensor, rank: int) -> tuple[Tensor, Tensor]:
