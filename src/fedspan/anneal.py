@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from fedspan.errors import ConfigError
-from fedspan.method import Sharing, Visit
+from fedspan.method import Averaging, Sharing, Visit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Annealed(Sharing):
-    """A sharing method whose step size falls from `lr` to `lr_min` along a cosine in `cycle` rounds, then starts anew.
+class Cosine(Averaging):
+    """A method whose step size falls from `lr` to `lr_min` along a cosine in `cycle` rounds, then starts anew.
 
     Without a cycle it is `lr` throughout.
     """
@@ -36,3 +36,8 @@ class Annealed(Sharing):
             return self.lr
         done = (int(visit.round) - 1) % self.cycle / self.cycle
         return self.lr_min + (self.lr - self.lr_min) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annealed(Cosine, Sharing):
+    """A sharing method whose step size can fall along a cosine."""

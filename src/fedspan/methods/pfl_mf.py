@@ -12,17 +12,18 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedspan import subspace, tree
+from fedspan.anneal import Cosine
 from fedspan.batches import All, Amount, Batch, Batches, Epochs, Steps
 from fedspan.errors import ConfigError
 from fedspan.local import gradient, mean_gradient
-from fedspan.method import Averaging, Capacity, Down, Federation, Round, Sent, Visit, Who
+from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit, Who
 from fedspan.randomness import key, normal, uniform
 from fedspan.task import Task
 from fedspan.tree import Outer, Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PflMf(Averaging):
+class PflMf(Cosine):
     """pFL-MF. Dadras, Stich and Yurtsever, TMLR 2025, Algorithm 1 (Burer–Monteiro factorisation across clients).
 
     Symbols: U [d, r] = shared dictionary of r models, v [r] = coefficients of client i, theta = parameters outside the
@@ -187,7 +188,7 @@ class PflMf(Averaging):
 
         if self.u_update == "joint":
             loss = lambda q, b: f(q["U"] @ q["v"], q["rest"], b)
-            both = self.fit(loss, {"U": U, "v": old, "rest": rest}, visit["U"])
+            both = self.fit(loss, {"U": U, "v": old, "rest": rest}, visit["U"], self.rate(visit))
             theta, stats = self._apart(task, both["rest"])
             return self._keep(client, both["v"], stats, visit), Sent(
                 self.weigh(visit), {"theta": theta, "U": both["U"]}
@@ -203,14 +204,15 @@ class PflMf(Averaging):
         if self.u_update == "gradient":
             start = {"t": at @ U.T, "rest": down["theta"]}
             g = mean_gradient(lambda q, b: f(q["t"], client["stats"] | q["rest"], b), start, visit["U"])
-            delta, theta, stats = -self.lr * g["t"], tree.add(down["theta"], g["rest"], -self.lr), client["stats"]
+            lr = self.rate(visit)
+            delta, theta, stats = -lr * g["t"], tree.add(down["theta"], g["rest"], -lr), client["stats"]
         else:
             # θ = U v + s z with s = ‖v‖ for the literal step: K_U steps on U are steps of η‖v‖² on θ, exactly.
             s = at.norm() if self.server_step == "literal" else 1.0
             base = at @ U.T
 
             loss = lambda q, b: f(base + s * q["z"], q["rest"], b)
-            new = self.fit(loss, {"z": torch.zeros_like(base), "rest": rest}, visit["U"])
+            new = self.fit(loss, {"z": torch.zeros_like(base), "rest": rest}, visit["U"], self.rate(visit))
             delta = s * new["z"]
             theta, stats = self._apart(task, new["rest"])
         if self.server_step == "literal":
@@ -256,9 +258,9 @@ class PflMf(Averaging):
         return v + back @ (w - start)
 
     def _lr_v(self, visit: Visit) -> float:
-        rate = self.lr if self.lr_v is None else self.lr_v
+        rate = self.rate(visit) if self.lr_v is None else self.lr_v
         if self.p is not None:
-            rate = self.p * self.lr / max(1, self.v_steps)  # Theorem 1: η_v = p η_u / K
+            rate = self.p * self.rate(visit) / max(1, self.v_steps)  # Theorem 1: η_v = p η_u / K
         return rate / visit.clients if self.v_scale == "1/n" else rate
 
     def _apart(self, task: Task, rest: Params) -> tuple[Params, Params]:
