@@ -29,7 +29,20 @@ from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.method import Federation, Method, Who
-from fedspan.methods import Ditto, FedAvg, FedBabu, FedPer, FedProx, FedRep, LgFedAvg, Local, Oracle, PflMf, PflMfPaper
+from fedspan.methods import (
+    Ditto,
+    FedAvg,
+    FedBabu,
+    FedPer,
+    FedProx,
+    FedRep,
+    LgFedAvg,
+    Local,
+    Oracle,
+    PflMf,
+    PflMfJoint,
+    PflMfPaper,
+)
 from fedspan.settings import Settings, sample
 from fedspan.simulate import Simulation
 from fedspan.task import Task
@@ -419,6 +432,15 @@ def test_pfl_mf_v_scale_divides_the_step_by_all_clients_not_by_those_sampled() -
     a = run(PflMfPaper(rank=2, lr=0.0, lr_v=0.3, v_scale="1"))
     b = run(PflMfPaper(rank=2, lr=0.0, lr_v=0.3 * 7, v_scale="1/n"))
     assert_close(models(a), models(b))
+
+
+@pytest.mark.parametrize("form", [PflMf, PflMfPaper, PflMfJoint])
+def test_pfl_mf_on_a_cosine_starts_at_lr_and_then_takes_smaller_steps(form: type[PflMf]) -> None:
+    plain = run(form(rank=2, lr=0.02), rounds=2)
+    for fields in ({"cycle": 1}, {"cycle": 2, "lr_min": 0.02}):  # both stay at lr
+        assert_same(models(plain), models(run(form(rank=2, lr=0.02, **fields), rounds=2)))
+    fallen = run(form(rank=2, lr=0.02, cycle=2, lr_min=0.0), rounds=2)
+    assert not torch.equal(plain.record.server["U"], fallen.record.server["U"])
 
 
 @MAPPING
