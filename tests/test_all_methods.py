@@ -35,6 +35,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("local", {"optimizer": "adamw", "lr": 0.01}),
     ("fedavg", {}),
     ("fedavg", {"private_head": True, "weighting": "uniform", "momentum": 0.5}),
+    ("fedavg", {"server_optimizer": "yogi", "server_lr": 0.05}),
     ("fedprox", {"mu": 0.5, "weight_decay": 0.01}),
     ("fedper", {}),
     ("fedrep", {"head_epochs": 2, "momentum": 0.9}),
@@ -44,6 +45,9 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("oracle", {}),
     ("cfl", {"start_round": 2, "eps_1": 10.0, "eps_2": 0.0}),
     ("cfl", {"weighting": "samples", "private_head": True, "linkage": "single", "gamma_max": 0.2, "start_round": 1}),
+    ("ifca", {"clusters": 2}),
+    ("ifca", {"clusters": 2, "averaging": "gradient", "clustered": "head", "private_head": False, "lr": 0.5}),
+    ("fedcollab", {"distance_rounds": 2, "distance_hidden": 5, "momentum": 0.5}),
     ("per-fedavg", {}),
     ("per-fedavg", {"variant": "hessian-free", "lr_inner": 0.05, "momentum": 0.5, "adapt": 2}),
     ("per-fedavg", {"variant": "exact", "private_head": True, "adapt_unit": "epoch", "weight_decay": 0.01}),
@@ -84,6 +88,11 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("pfl-mf-paper", {"rank": 3, "v_scale": "1", "v_steps": 5}),
     ("pfl-mf-paper", {"rank": 2, "v_unit": "epoch", "g_at": "new", "wire": "full", "p": 0.5}),
     ("pfl-mf-joint", {"rank": 2, "start": "random"}),
+    ("amht-lrs", {"rank": 2, "sparsity": 3}),
+    ("amht-lrs", {"rank": 2, "sparsity": 3, "u_update": "gradient", "lr_u": 0.1, "momentum": 0.5}),
+    ("lr-bpfl", {"rank": 2, "members": 2}),
+    ("lr-bpfl", {"rank": 2, "members": 0, "joint": True, "adaptive_rank": True, "private_head": True}),
+    ("waffle", {"temperature": 0.1}),
     ("factorized-fl-alpha", {"mu_start": "dense"}),
     ("factorized-fl-alpha", {"tau": 0.0, "gauge": True, "momentum": 0.5, "newcomer": "start", "mu_start": "dense"}),
     ("factorized-fl-alpha", {"matching": "random", "shared": "um", "private_head": False, "penalty": "subgradient"}),
@@ -107,6 +116,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("fedhm", {"rho": (1.0, 3.0), "keep_full_rank_history": True, "weight_decay": 0.01, "momentum": 0.5}),
     ("fedlmt", {"rho": 3.0, "weight_decay": 0.01, "private_head": True}),
     ("feddlr", {"energy": 0.9}),
+    ("prism", {"keep": (0.5, 0.8), "weight_decay": 0.01, "momentum": 0.5}),
 ]
 ROWS = pytest.mark.parametrize(
     ("name", "fields"), TABLE, ids=[f"{n}-{'-'.join(map(str, f.values())) or 'default'}" for n, f in TABLE]
@@ -125,7 +135,7 @@ MODELS = pytest.mark.parametrize(
 
 
 # Methods whose server also holds what follows from the data alone, or loses on the wire what was never learnt.
-SUMMARISING = {"pfedsim", "fedproto", "fedtgp", "pfedfda", "fedkd"}
+SUMMARISING = {"pfedsim", "fedproto", "fedtgp", "pfedfda", "fedkd", "fedcollab"}
 # Where fitting at use also learns: how to do without.
 UNTUNED = {"fedbabu": {"finetune_epochs": 0}, "pfedfda": {"beta": 0.0}}
 
@@ -315,7 +325,7 @@ def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> N
             assert_close(a, b, 1e-7)
     else:
         # Flags and statistics of who was there are not parameters.
-        counted = ("server/C", "server/steps", "server/seen", "server/last")
+        counted = ("server/C", "server/optimizer/steps", "server/seen", "server/last")
         a, b = (
             {
                 k: t

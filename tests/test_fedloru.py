@@ -239,9 +239,9 @@ def test_running_statistics_are_averaged_and_the_model_is_whole() -> None:
 @pytest.mark.parametrize("rule", ["adam", "adagrad"])
 def test_the_servers_step_is_fedadam_or_fedadagrad(rule: Any) -> None:
     method = FedLoRU(
-        rank=2, server_optimizer=rule, server_lr=0.05, server_beta1=0.8, server_beta2=0.7, server_epsilon=0.01
+        rank=2, server_optimizer=rule, server_lr=0.05, server_momentum=0.8, server_beta2=0.7, server_epsilon=0.01
     )
-    one = run(replace(method, server_optimizer="mean"), rounds=1)
+    one = run(replace(method, server_optimizer="none"), rounds=1)
     sim = run(method, rounds=1)
     start = run(method, rounds=0).record.server
     for f in ("theta", "A", "B"):
@@ -254,7 +254,7 @@ def test_the_servers_step_is_fedadam_or_fedadagrad(rule: Any) -> None:
 def test_moments_of_factors_end_with_an_accumulation() -> None:
     sim = run(FedLoRU(rank=2, tau=2, server_optimizer="adam", server_lr=0.05), rounds=2)
     for moment in ("m", "s"):
-        state = sim.record.server[moment]
+        state = sim.record.server["optimizer"][moment]
         assert not any(p.count_nonzero() for f in "AB" for p in state[f].values())
         assert all(p.count_nonzero() for p in state["theta"].values())
 

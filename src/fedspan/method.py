@@ -39,6 +39,7 @@ from fedspan import tree
 from fedspan.batches import All, Amount, Batch, Batches, Epochs
 from fedspan.errors import ConfigError
 from fedspan.local import NO_PROX, Loss, Prox, adamw, sgd
+from fedspan.server_step import Rule, moments, step
 from fedspan.task import Task
 from fedspan.tree import EMPTY, Params, Tree
 from fedspan.wire import Codec
@@ -166,6 +167,10 @@ class Method:
         """What clients `ids`, all of one capacity, receive."""
         raise TypeError(f"{type(self).__name__}: download must be defined.")
 
+    def download_for_use(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        """What clients receive to predict with: what they would train, unless that is only a part of the model."""
+        return self.download(server, ids, capacity, round)
+
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         """One client's round: what it keeps and what it sends."""
         raise TypeError(f"{type(self).__name__}: client_update must be defined.")
@@ -279,14 +284,79 @@ class Training(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Training):
-    """A method that averages uploads: by examples or all alike, with the head kept private or not."""
+    """A method that averages uploads: by examples or all alike, with the head kept private or not.
+
+    With a `server_optimizer` the server takes the mean change of a round as a gradient: "sgd" with `server_momentum`
+    is FedAvgM, "adagrad", "adam" and "yogi" are those of FedOpt, with β₁ = `server_momentum`.
+    """
+
+    sgd_momentum: ClassVar[float] = 0.9
+    """The server's momentum where none is given."""
 
     weighting: Literal["samples", "uniform"] = "samples"
     private_head: bool = False
+    server_optimizer: Rule = "none"
+    server_lr: float | None = None
+    server_momentum: float | None = None
+    server_beta2: float = 0.99
+    server_epsilon: float = 1e-3
+    server_corrected: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.one_of("weighting", "samples", "uniform")
+        self.one_of("server_optimizer", "none", "sgd", "adam", "adagrad", "yogi")
+        if self.server_lr is not None:
+            self.require("server_lr", 0.0)
+        if self.server_momentum is not None:
+            self.require("server_momentum", 0.0, 1.0, allow_zero=True)
+        self.require("server_beta2", 0.0, 1.0, allow_zero=True)
+        self.require("server_epsilon", 0.0)
+
+    def refuse_server_optimizer(self, why: str) -> None:
+        """For methods whose server takes other steps: no optimiser, and why not."""
+        if self.server_optimizer != "none":
+            raise ConfigError(
+                f"{type(self).__name__}: server_optimizer must be 'none', as {why}. Got {self.server_optimizer!r}."
+            )
+
+    def with_moments(self, parts: Tree, models: int | None = None) -> Tree:
+        """What the server averages as it starts, and the state of its optimiser; see `server_step.moments`."""
+        if self.server_optimizer == "none":
+            return parts
+        return {**parts, "optimizer": moments(self.server_optimizer, self._inertia, parts, models)}
+
+    @property
+    def _inertia(self) -> float:
+        """β of momentum, β₁ of the adaptive rules."""
+        if self.server_momentum is not None:
+            return self.server_momentum
+        return self.sgd_momentum if self.server_optimizer == "sgd" else 0.9
+
+    def stepped(self, server: Tree, mean: Tree, live: Tensor | None = None) -> Tree:
+        """What the server averages after a round: the means, or where its optimiser goes from `server` with them.
+
+        `live`: which of stacked models were reported for.
+        """
+        if self.server_optimizer == "none":
+            return mean
+        new, state = step(
+            self.server_optimizer,
+            {k: server[k] for k in mean},
+            mean,
+            server["optimizer"],
+            (1.0 if self.server_optimizer == "sgd" else 0.01) if self.server_lr is None else self.server_lr,
+            momentum=self._inertia,
+            beta2=self.server_beta2,
+            epsilon=self.server_epsilon,
+            corrected=self.server_corrected,
+            live=live,
+        )
+        return {**new, "optimizer": state}
+
+    def size(self, server: Tree) -> float:
+        """The norm of the server's state, without that of its optimiser."""
+        return super().size({k: part for k, part in server.items() if k != "optimizer"})
 
     @property
     def weight(self) -> Literal["samples", "one", "own"]:
@@ -325,7 +395,7 @@ class Sharing(Averaging):
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         """The shared part of the common start."""
-        return {"theta": self.split(task, task.init())[0]}
+        return self.with_moments({"theta": self.split(task, task.init())[0]})
 
     def init_client(self, task: Task, who: Who) -> Tree:
         """The private part of the common start."""
@@ -336,8 +406,8 @@ class Sharing(Averaging):
         return Down(shared={"theta": server["theta"]})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        """The weighted mean."""
-        return {"theta": round.mean["theta"]}
+        """The weighted mean, or a step towards it."""
+        return self.stepped(server, {"theta": round.mean["theta"]})
 
     def whole(self, client: Tree, down: Tree) -> Params:
         """All parameters of a client's model."""

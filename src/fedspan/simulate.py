@@ -266,7 +266,8 @@ class Simulation:
 
     def _download(self, do: str, t: int, c: int, ids: list[int], sizes: Counter[str]) -> Tree:
         """Ask the method for a download, pass it through the codecs, count it, and share it with the workers."""
-        down = self.method.download(self.record.server, torch.tensor(ids), self.capacities[c], t)
+        ask = self.method.download_for_use if do == "evaluate" else self.method.download
+        down = ask(self.record.server, torch.tensor(ids), self.capacities[c], t)
         codecs = self.method.codecs(t)
         shared, coded = wire.roundtrip(down.shared, codecs)
         own = down.own
@@ -365,7 +366,7 @@ class Simulation:
         if not 0 <= client < self.data.clients:
             raise ConfigError(f"Result: client must lie in 0..{self.data.clients - 1}. Got {client}.")
         capacity, t = self.capacity[client], self.record.progress.round
-        down = self.method.download(self.record.server, torch.tensor([client]), capacity, t)
+        down = self.method.download_for_use(self.record.server, torch.tensor([client]), capacity, t)
         both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, self.method.codecs(t))
         weights = self.engine.personal(capacity, t, client, self.record.row(client), both, self.record.common)
         return self.engine.model(capacity), weights

@@ -19,15 +19,18 @@ from fedspan.layers.conversion import (
     plain_weights,
     structured,
 )
+from fedspan.layers.dictionary import Dictionary
 from fedspan.layers.factorized import Factorized, MuStart
 from fedspan.layers.hadamard import Hadamard
 from fedspan.layers.lowrank import LowRank
+from fedspan.layers.principal import Principal, triples
 from fedspan.layers.views import LAYOUTS, Layout, Plain, View, matrix_dims
 
 __all__ = [
     "LAYOUTS",
     "Adapter",
     "Chosen",
+    "Dictionary",
     "Factorized",
     "Hadamard",
     "Kind",
@@ -35,6 +38,7 @@ __all__ = [
     "LowRank",
     "MuStart",
     "Plain",
+    "Principal",
     "Start",
     "Structured",
     "View",
@@ -48,4 +52,5 @@ __all__ = [
     "parts",
     "plain_weights",
     "structured",
+    "triples",
 ]

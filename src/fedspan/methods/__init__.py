@@ -7,6 +7,7 @@ from typing import Any
 from fedspan.config_types import build_dataclass
 from fedspan.errors import ConfigError, nearest
 from fedspan.method import Method
+from fedspan.methods.amht_lrs import AmhtLrs
 from fedspan.methods.apfl import Apfl
 from fedspan.methods.cfl import Cfl
 from fedspan.methods.ditto import Ditto
@@ -16,6 +17,7 @@ from fedspan.methods.fedalt import FedAlt, FedSim
 from fedspan.methods.fedas import FedAs
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
+from fedspan.methods.fedcollab import FedCollab
 from fedspan.methods.fedfomo import FedFomo
 from fedspan.methods.fedhm import FedDLR, FedHM, FedLMT
 from fedspan.methods.fedkd import FedKd
@@ -25,7 +27,9 @@ from fedspan.methods.fedper import FedPer, LgFedAvg
 from fedspan.methods.fedproto import FedProto, FedTgp
 from fedspan.methods.fedrep import FedRep
 from fedspan.methods.flute import Flute
+from fedspan.methods.ifca import Ifca
 from fedspan.methods.local import Local
+from fedspan.methods.lr_bpfl import LrBpfl
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
 from fedspan.methods.pfedfda import PFedFda
@@ -33,6 +37,8 @@ from fedspan.methods.pfedlora import PFedLoRA, PFedLoRAJoint
 from fedspan.methods.pfedme import L2gd, PFedMe
 from fedspan.methods.pfedsim import PFedSim
 from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
+from fedspan.methods.prism import PriSM
+from fedspan.methods.waffle import Waffle
 
 METHODS: dict[str, type[Method]] = {
     "local": Local,
@@ -45,6 +51,8 @@ METHODS: dict[str, type[Method]] = {
     "ditto": Ditto,
     "oracle": Oracle,
     "cfl": Cfl,
+    "ifca": Ifca,
+    "fedcollab": FedCollab,
     "per-fedavg": PerFedAvg,
     "fedfomo": FedFomo,
     "apfl": Apfl,
@@ -63,6 +71,9 @@ METHODS: dict[str, type[Method]] = {
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
+    "amht-lrs": AmhtLrs,
+    "lr-bpfl": LrBpfl,
+    "waffle": Waffle,
     "factorized-fl-alpha": FactorizedFL,
     "factorized-fl-beta": FactorizedFLBeta,
     "factorized-fedavg": FactorizedFedAvg,
@@ -78,6 +89,7 @@ METHODS: dict[str, type[Method]] = {
     "fedhm": FedHM,
     "fedlmt": FedLMT,
     "feddlr": FedDLR,
+    "prism": PriSM,
 }
 
 
@@ -99,6 +111,7 @@ def name_of(method: Method) -> str:
 
 __all__ = [
     "METHODS",
+    "AmhtLrs",
     "Apfl",
     "Cfl",
     "Ditto",
@@ -111,6 +124,7 @@ __all__ = [
     "FedAs",
     "FedAvg",
     "FedBabu",
+    "FedCollab",
     "FedDLR",
     "FedFomo",
     "FedHM",
@@ -126,9 +140,11 @@ __all__ = [
     "FedSim",
     "FedTgp",
     "Flute",
+    "Ifca",
     "L2gd",
     "LgFedAvg",
     "Local",
+    "LrBpfl",
     "MFedLoRU",
     "Oracle",
     "PFedFda",
@@ -142,6 +158,8 @@ __all__ = [
     "PflMf",
     "PflMfJoint",
     "PflMfPaper",
+    "PriSM",
+    "Waffle",
     "make",
     "name_of",
 ]

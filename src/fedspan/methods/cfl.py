@@ -57,7 +57,7 @@ class Cfl(Sharing):
     def init_server(self, task: Task, federation: Federation) -> Tree:
         theta, n = super().init_server(task, federation)["theta"], federation.clients
         return {
-            "theta": tree.map(lambda x: x[None].clone(), theta),
+            **self.with_moments({"theta": tree.map(lambda x: x[None].clone(), theta)}, 1),
             "delta": tree.map(lambda x: x.new_zeros(n, *x.shape), theta),
             "cluster": torch.zeros(n, dtype=torch.int64),
             "seen": torch.zeros(n, dtype=torch.bool),
@@ -91,16 +91,18 @@ class Cfl(Sharing):
                 if part is not None:
                     cluster = cluster.index_fill(0, known[part], len(parent))
                     parent.append(c)
-        theta = tree.take(server["theta"], torch.tensor(parent))
+        models = tree.take({k: server[k] for k in ("theta", "optimizer") if k in server}, torch.tensor(parent))
+        theta = models["theta"]
         step = cluster_mean(round.each["delta"], round.weights, cluster[ids], len(parent), tree.zeros_like(theta))
-        a, m = self._norms(round, cluster, a[parent], m[parent])
+        a, m, moved = *self._norms(round, cluster, a[parent], m[parent]), cluster[ids]
         divided = {*parent[clusters:], *range(clusters, len(parent))}
         if clusters > 1:  # an earlier split left these where they were, as nobody had heard them
             for k in ids[~heard[ids]].tolist():
                 if int(cluster[k]) not in divided:
                     cluster = cluster.index_fill(0, torch.tensor([k]), self._nearest(S[k], cluster, heard, len(parent)))
+        live = torch.zeros(len(parent), dtype=torch.bool).index_fill(0, moved, True)
         return {
-            "theta": tree.add(theta, step),  # θ_c ← θ_c + mean of Δθ_k over its members
+            **self.stepped(models, {"theta": tree.add(theta, step)}, live),  # θ_c ← θ_c + mean of Δθ_k of its members
             "delta": delta,
             "cluster": cluster,
             "seen": seen,

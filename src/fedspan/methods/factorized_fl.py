@@ -98,6 +98,8 @@ class FactorizedFL(Sharing):
         self.one_of("penalty", "prox", "subgradient", "none")
         self.one_of("mu_start", "zeros", "xavier", "dense")
         self.one_of("layout", *LAYOUTS)
+        if self.matching != "none" or self.shared == "nothing":
+            self.refuse_server_optimizer("no one average is made of what clients send")
         if isinstance(self.layers, str):
             self.one_of("layers", "all", "body")
         self.require("tau", -1.0, allow_zero=True)
@@ -266,7 +268,7 @@ class FactorizedFL(Sharing):
         start = self.begin(task)
         parts, _ = self.apart(task, start)
         if not self.personal_average:
-            return parts
+            return self.with_moments(parts)
         z, n = self.likeness(task), federation.clients
         seen = {
             "n": torch.zeros(n, dtype=start[z].dtype),  # weight of the last upload, 0 before the first
@@ -284,7 +286,7 @@ class FactorizedFL(Sharing):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         if not self.personal_average:
-            return round.mean  # Σ n_k/n of u, v and μ: Factorized-FedAvg
+            return self.stepped(server, round.mean)  # Σ n_k/n of u, v and μ: Factorized-FedAvg
         parts = tree.put({k: server[k] for k in round.each}, round.ids, round.each)
         seen = dict(server["seen"])
         seen["n"] = seen["n"].index_copy(0, round.ids, round.weights.to(seen["n"].dtype))
@@ -323,7 +325,7 @@ class FactorizedFL(Sharing):
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         if not self.personal_average:
-            return Down(shared=self._thinned(server))
+            return Down(shared=self._thinned({k: some for k, some in server.items() if k != "optimizer"}))
         rows = {k: some for k, some in server.items() if k not in ("seen", "z")}
         return Down(own=self._thinned(mix(rows, self.omega(server["seen"])[ids]), stacked=True))
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.batches import Amount, Batch, Batches, Epochs
-from fedspan.method import Federation, Layered, Round, Sent, Visit, Who
-from fedspan.server_step import adaptive_step, moments
+from fedspan.method import Layered, Sent, Visit, Who
+from fedspan.server_step import Rule
 from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
@@ -22,30 +22,23 @@ class FedSim(Layered):
 
     Symbols: theta = shared parameters u, h = personal parameters v_i: the head, or the parameters whose names start
     with one of `personal_layers`. Both are trained together, with `l2`/2 ‖v − v₀‖² if wanted, v₀ = 0 or the start.
-    The server takes u^t − mean of the u_i as a gradient: SGD with `server_lr` and `server_momentum`, or Adam.
-    Kept: h. Sent: theta.
+    The server takes u^t − mean of the u_i as a gradient, by SGD of step 1 unless told otherwise; Adam's moments are
+    corrected, as in published code. Kept: h. Sent: theta.
     """
 
     reference: ClassVar[str] = "Pillutla et al., ICML 2022"
+    sgd_momentum: ClassVar[float] = 0.0
     l2: float = 0.0
     l2_towards: Literal["zero", "start"] = "zero"
-    server_optimizer: Literal["sgd", "adam"] = "sgd"
-    server_lr: float = 1.0
-    server_momentum: float = 0.0
+    server_optimizer: Rule = "sgd"
+    server_beta2: float = 0.999
+    server_epsilon: float = 1e-8
+    server_corrected: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("l2", 0.0, allow_zero=True)
         self.one_of("l2_towards", "zero", "start")
-        self.one_of("server_optimizer", "sgd", "adam")
-        self.require("server_lr", 0.0)
-        self.require("server_momentum", 0.0, 1.0, allow_zero=True)
-
-    def init_server(self, task: Task, federation: Federation) -> Tree:
-        u = super().init_server(task, federation)["theta"]
-        if self.server_optimizer == "adam":
-            return {"theta": u, **moments(u)}
-        return {"theta": u, "m": tree.zeros_like(u)} if self.server_momentum else {"theta": u}
 
     def objective(self, task: Task, params: Params, batch: Batch) -> Tensor:
         """The loss with the pull on v."""
@@ -61,17 +54,6 @@ class FedSim(Layered):
         both = self.fit(lambda p, b: self.objective(task, p, b), down["theta"] | client["h"], visit["train"])
         u, h = self.split(task, both)
         return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": u})
-
-    def server_update(self, server: Tree, round: Round) -> Tree:
-        u, lr = server["theta"], self.server_lr
-        g = tree.sub(u, round.mean["theta"])  # the weighted mean of u^t − u_i, taken as a gradient
-        if self.server_optimizer == "adam":
-            u, state = adaptive_step(u, g, server, lr)
-            return {"theta": u, **state}
-        if self.server_momentum:
-            g = tree.add(g, server["m"], self.server_momentum)
-            return {"theta": tree.add(u, g, -lr), "m": g}
-        return {"theta": tree.add(u, g, -lr)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ class FedFomo(Sharing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.refuse_server_optimizer("clients mix the models themselves")
         self.count("models")
         self.require("validation", 0.0, 1.0)
         self.fraction("epsilon")

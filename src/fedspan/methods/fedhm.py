@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from fedspan import lowrank, tree
 from fedspan.anneal import Annealed
-from fedspan.batches import Batch, Batches
+from fedspan.batches import Batches
+from fedspan.decay import product_decay
 from fedspan.errors import ConfigError
-from fedspan.layers import Chosen, LowRank, Plain, choose, convert, in_head, part, structured
-from fedspan.local import Loss, sgd
+from fedspan.layers import Chosen, LowRank, Plain, choose, convert, in_head, part
+from fedspan.local import sgd
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit
 from fedspan.task import Task
 from fedspan.tree import Params, Tree
@@ -76,15 +77,15 @@ class Truncating(Annealed):
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         """The shared parts of the common start."""
-        return self.apart(task, task.init())[0]
+        return self.with_moments(self.apart(task, task.init())[0])
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         """All parts."""
-        return Down(shared=server)
+        return Down(shared={k: part for k, part in server.items() if k != "optimizer"})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        """Their means."""
-        return round.mean
+        """Their means, or a step towards them."""
+        return self.stepped(server, round.mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,22 +112,10 @@ class Factored(Truncating):
         make = lambda layer: LowRank(layer, self.rank_of(layer.weight.shape, rho))
         return task.converted(lambda module: convert(module, names, make))
 
-    def objective(self, task: Task) -> Loss:
-        """The loss with λ/2 ‖U Vᵀ‖² for the factors, and λ/2 ‖p‖² for all other parameters."""
-        pairs = [(part(k, "U"), part(k, "V")) for k in structured(task.module)]
-        others = [k for k in task.names if k not in {name for pair in pairs for name in pair}]
-
-        def decayed(p: Params, batch: Batch) -> Tensor:
-            far = sum(lowrank.squared_product(p[u], p[v]) for u, v in pairs) + sum(p[k].square().sum() for k in others)
-            # An empty slot in a mapped run is no step: the decay must vanish with the batch.
-            return task.loss(p, batch) + self.weight_decay / 2 * far * batch.live
-
-        return decayed
-
     def descend(self, task: Task, params: Params, stream: Batches, lr: float) -> Params:
         if not (self.frobenius and self.weight_decay):
             return super().descend(task, params, stream, lr)
-        return sgd(self.objective(task), params, stream, lr, momentum=self.momentum)
+        return sgd(product_decay(task, self.weight_decay), params, stream, lr, momentum=self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +189,7 @@ class FedHM(Factored):
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         parts, _ = self.apart(task.plain, task.plain.init())
-        return self._decomposed(parts)
+        return self._decomposed(self.with_moments(parts))
 
     def _decomposed(self, server: Tree) -> Tree:
         """The server's weights with their leading factors, of which every client gets as many columns as it can use."""
@@ -239,7 +228,7 @@ class FedHM(Factored):
             # One more member, of average weight: what small ranks cannot carry is not lost at once.
             share = float(round.weights.mean() / (round.weights.sum() + round.weights.mean()))
             mean = tree.map(lambda a, b: (1 - share) * a + share * b, mean, {k: server[k] for k in mean})
-        return self._decomposed(mean)
+        return self._decomposed(self.stepped(server, mean))
 
     def size(self, server: Tree) -> float:
         """The norm of the model."""

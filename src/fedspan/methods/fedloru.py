@@ -14,10 +14,8 @@ from fedspan.anneal import Annealed
 from fedspan.batches import Amount, Batch, Epochs
 from fedspan.errors import ConfigError
 from fedspan.layers import Adapter, Chosen, Kind, Plain, Start, choose, convert, part, parts, structured
-from fedspan.local import is_statistic
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit
 from fedspan.randomness import fold, key
-from fedspan.server_step import adaptive_step, moments
 from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
@@ -35,7 +33,7 @@ class FedLoRU(Annealed):
     that the product then counts twice, as the paper has it; "momentum_A" keeps A and zeroes B. The paper's return value
     drops a product that was not accumulated at the end; here it is used. The deviation of A, which the paper leaves
     open, is 1/√r. With `freeze_A` all hold one A that is neither trained nor sent: means of factors are then means of
-    products. The server may take the mean change as a gradient for Adam or Adagrad.
+    products. Moments of a server optimiser end with the factors they belong to.
     """
 
     family: ClassVar[str] = "fedloru"
@@ -52,11 +50,6 @@ class FedLoRU(Annealed):
     freeze_A: bool = False
     layers: Chosen = "body"
     personal_layers: tuple[str, ...] = ()
-    server_optimizer: Literal["mean", "adam", "adagrad"] = "mean"
-    server_lr: float = 0.01
-    server_beta1: float = 0.9
-    server_beta2: float = 0.99
-    server_epsilon: float = 0.001
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,11 +61,7 @@ class FedLoRU(Annealed):
         self.one_of("start", "gaussian", "identity")
         if isinstance(self.layers, str):
             self.one_of("layers", "all", "body", "large")
-        self.one_of("server_optimizer", "mean", "adam", "adagrad")
-        for name in ("alpha", "server_lr", "server_epsilon"):
-            self.require(name, 0.0)
-        for name in ("server_beta1", "server_beta2"):
-            self.require(name, 0.0, 1.0, allow_zero=True)
+        self.require("alpha", 0.0)
         if self.adapter != "lora" and self.freeze_A:
             raise ConfigError(f"{type(self).__name__}: freeze_A goes with adapter 'lora' only. Got {self.adapter!r}.")
 
@@ -159,9 +148,7 @@ class FedLoRU(Annealed):
     # ------------------------------------------------------------------------------------------------ the server
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
-        server, _ = self.apart(task, task.init())
-        if self.server_optimizer != "mean":
-            server |= moments(server)
+        server = self.with_moments(self.apart(task, task.init())[0])
         if self.tau is not None:
             none = torch.zeros((), dtype=torch.int64)
             pair = tree.zeros_like({f: server[f] for f in self.factors})
@@ -172,26 +159,9 @@ class FedLoRU(Annealed):
         return Down(shared={k: server[k] for k in ("theta", *self.factors)})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        mean = round.mean  # A ← Σ p_k A^(k), B ← Σ p_k B^(k)
-        server = {**server, **(mean if self.server_optimizer == "mean" else self._adapt(server, mean))}
+        server = {**server, **self.stepped(server, round.mean)}  # A ← Σ p_k A^(k), B ← Σ p_k B^(k)
         due = self.tau is not None and round.round % self.tau == 0
         return self._accumulate(server, round.round) if due else server
-
-    def _adapt(self, server: Tree, mean: Tree) -> Tree:
-        """The mean change of a round as a gradient; running statistics are means all the same."""
-        x = {k: server[k] for k in mean}
-        new, state = adaptive_step(
-            x,
-            tree.sub(x, mean),
-            server,
-            self.server_lr,
-            rule="adagrad" if self.server_optimizer == "adagrad" else "adam",
-            betas=(self.server_beta1, self.server_beta2),
-            epsilon=self.server_epsilon,
-            corrected=False,
-        )
-        new["theta"] |= {k: p for k, p in mean["theta"].items() if is_statistic(k)}
-        return new | state
 
     def _accumulate(self, server: Tree, t: int) -> Tree:
         """Hand the product over to W, which all clients hold, and start the factors again."""
@@ -199,9 +169,10 @@ class FedLoRU(Annealed):
         new = {**server, "last": last}
         if self.reinit != "momentum":
             new |= {f: self._restart(f, server[f], last["key"], t) for f in self.factors}
-        if self.server_optimizer != "mean":  # moments belong to the factors that are gone
-            for moment in ("m", "s"):
-                new[moment] = server[moment] | tree.zeros_like({f: server[f] for f in self.factors})
+        gone = tree.zeros_like({f: server[f] for f in self.factors})
+        if "optimizer" in server:
+            old = server["optimizer"]
+            new["optimizer"] = {**old, **{k: old[k] | gone for k in ("m", "s") if k in old}}
         return new
 
     def _restart(self, factor: str, old: Params, k: Tensor, t: int | Tensor) -> Params:

@@ -119,13 +119,14 @@ class Flute(Sharing):
         return (found > 0).to(W.dtype)
 
     def server_update(self, server: Tree, round: Round) -> Tree:
+        body = super().server_update(server, round)
         if not self.shown:
-            return {"theta": round.mean["theta"]}
+            return body
         name = next(k for k, a in round.each["h"].items() if a.ndim == 3)
         W, c = round.each["h"][name], round.each["c"]
         slope = vmap(grad(collapse))(W, c.to(W.dtype))
         h = round.each["h"] | {name: W - self.lr_server / len(W) * slope}  # W_k ← W_k − η_s ∇ (1/M) Σ NC(W_k, c_k)
-        return {"theta": round.mean["theta"], "h": tree.put(server["h"], round.ids, h)}
+        return {**body, "h": tree.put(server["h"], round.ids, h)}
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         h = client["h"] | down["h"] if self.shown else client["h"]

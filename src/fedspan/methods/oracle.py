@@ -36,10 +36,8 @@ class Oracle(Sharing):
             )
         groups = int(federation.groups.max()) + 1
         theta = super().init_server(task, federation)["theta"]
-        return {
-            "theta": tree.map(lambda a: a.expand(groups, *a.shape).clone(), theta),
-            "group": federation.groups.long(),
-        }
+        models = {"theta": tree.map(lambda a: a.expand(groups, *a.shape).clone(), theta)}
+        return {**self.with_moments(models, groups), "group": federation.groups.long()}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         return Down(own={"theta": tree.take(server["theta"], server["group"][ids])})
@@ -50,5 +48,7 @@ class Oracle(Sharing):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         groups = len(next(iter(tree.leaves(server["theta"])), torch.empty(0)))
-        theta = cluster_mean(round.each["theta"], round.weights, server["group"][round.ids], groups, server["theta"])
-        return {"theta": theta, "group": server["group"]}
+        here = server["group"][round.ids]
+        theta = cluster_mean(round.each["theta"], round.weights, here, groups, server["theta"])
+        live = torch.zeros(groups, dtype=torch.bool).index_fill(0, here, True)
+        return {**self.stepped(server, {"theta": theta}, live), "group": server["group"]}

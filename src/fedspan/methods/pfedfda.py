@@ -92,7 +92,8 @@ class PFedFda(Sharing):
         return {"stats": stats, "beta": beta}, Sent(weight=self.weigh(visit), mean=sent)
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        return {k: round.mean[k] for k in ("theta", "mu", "S")}
+        body = self.stepped(server, {"theta": round.mean["theta"]})
+        return {**body, "mu": round.mean["mu"], "S": round.mean["S"]}  # statistics are means, not steps
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         common, prior = self._common(down), self._prior(down["mu"], visit["all"])

@@ -61,8 +61,9 @@ class PFedMe(Sharing):
         return {"h": h, "v": v}, Sent(weight=self.weigh(visit), mean={"theta": theta})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        step = tree.sub(round.mean["theta"], server["theta"])
-        return {"theta": tree.add(server["theta"], step, self.beta)}  # (1 − β) w + β mean w_i
+        way = tree.sub(round.mean["theta"], server["theta"])
+        relaxed = tree.add(server["theta"], way, self.beta)  # (1 − β) w + β mean w_i
+        return self.stepped(server, {"theta": relaxed})
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         v: Params = client["v"]

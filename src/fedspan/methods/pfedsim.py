@@ -24,7 +24,7 @@ class PFedSim(Sharing):
     the server and a mixture Σ_j a_ij φ_j on the way down; h = classifiers ω_i; S = similarities s_ij, the mean over
     classes of the cosine between classifier rows, not below 0, known for clients that reported in one round.
     a_ij ∝ −log(1 − s_ij), the own similarity set to 0.9999. When the warm-up ends all clients are told its classifier.
-    With `private_head` classifiers are never averaged, not even in the warm-up. Kept: h. Sent: theta during the
+    With `private_head` classifiers are never averaged, not even in the warm-up, which alone has a server optimiser. Kept: h. Sent: theta during the
     warm-up, then theta and h, each client's own.
     """
 
@@ -34,6 +34,8 @@ class PFedSim(Sharing):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.count("warmup_rounds")
+        if not self.warmup_rounds:
+            self.refuse_server_optimizer("only a warm-up has one model to step with")
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         start = tree.without(task.init(), task.stats)
@@ -44,7 +46,10 @@ class PFedSim(Sharing):
             "S": torch.eye(federation.clients, dtype=torch.float64),
             "apart": torch.tensor(-1),  # the round in which the clients parted
         }
-        return state if self.warmup_rounds else self._part(state, 0)
+        if not self.warmup_rounds:
+            return self._part(state, 0)
+        averaged = ("theta",) if self.private_head else ("theta", "h")
+        return {**state, **self.with_moments({k: state[k] for k in averaged})}
 
     def init_client(self, task: Task, who: Who) -> Tree:
         start = task.init()
@@ -70,7 +75,7 @@ class PFedSim(Sharing):
         """Every client gets a model of its own, the same for all."""
         n = len(server["S"])
         own = {k: tree.map(lambda a: a.expand(n, *a.shape).clone(), server[k]) for k in ("theta", "h")}
-        return {**server, **own, "apart": torch.tensor(round)}
+        return {"S": server["S"], **own, "apart": torch.tensor(round)}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         if int(server["apart"]) >= 0:
@@ -100,7 +105,7 @@ class PFedSim(Sharing):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         if int(server["apart"]) < 0:
-            server = {**server, **round.mean}
+            server = {**server, **self.stepped(server, round.mean)}
             return self._part(server, round.round) if round.round >= self.warmup_rounds else server
         ids = round.ids
         classes = [a.to(torch.float64) for a in round.each["h"].values() if a.ndim == 3]  # [S, C, D]

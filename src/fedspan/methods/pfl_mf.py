@@ -93,6 +93,8 @@ class PflMf(Cosine):
             raise ConfigError(
                 "PflMf: private_head and adamw do not go with a shared subspace; use private_head=false, sgd."
             )
+        if self.u_update != "joint":
+            self.refuse_server_optimizer("server_step says what the server does")
         if self.u_update == "joint" and (self.rank == "auto" or self.gauge_every):
             raise ConfigError("PflMf: u_update='joint' goes with a fixed rank and gauge_every=0.")
 
@@ -149,6 +151,7 @@ class PflMf(Cosine):
             columns = (tree.select(task.fresh(federation.seed, "U", j), names) for j in range(self.width))
             U = torch.stack([tree.ravel(c) for c in columns], 1)  # independent standard initialisations
         server = {"U": U, "theta": tree.without(start, [*names, *task.stats])}
+        server = self.with_moments(server)
         eye = torch.eye(self.width, dtype=U.dtype)
         server |= {"C": eye / self.width}  # Σ w v vᵀ of the last round
         if self.moves:
@@ -293,7 +296,7 @@ class PflMf(Cosine):
     def server_update(self, server: Tree, round: Round) -> Tree:
         theta = round.mean["theta"]
         if self.u_update == "joint":
-            return {**server, "U": round.mean["U"], "theta": theta}
+            return {**server, **self.stepped(server, {"U": round.mean["U"], "theta": theta})}
         M, C = round.mean["M"], round.mean["C"]
         scaled = self.server_step == "scaled"
         U = subspace.scaled_step(server["U"], M, C, self.ridge, self.max_step) if scaled else server["U"] + M  # eq. (9)

@@ -1,0 +1,220 @@
+"""FedCollab: who trains with whom is settled first, from how far apart the clients' data lie and how many they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.aggregate import cluster_mean
+from fedspan.batches import Batch
+from fedspan.classes import class_matrix, members
+from fedspan.errors import ConfigError
+from fedspan.local import sgd
+from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
+from fedspan.randomness import fold, generator, key, normal
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedCollab(Sharing):
+    """FedCollab. Bao et al., ICML 2023, with FedAvg inside the coalitions.
+
+    Symbols: D = discriminators of all pairs of clients, d = distances d_ij, coalition = the coalition of each client,
+    theta = models stacked over coalitions, n = examples of each client, C = `weight_of_samples`.
+    For `distance_rounds` two clients at a time train a small network by FedAvg to tell whose an example (x, y) is;
+    d_ij = largest sum of the two shares it gets right − 1. Coalitions then minimise the mean over clients of
+    C/√(examples of the coalition) + Σ_j (n_j/examples) d_ij: beginning alone, clients move one after another wherever
+    the bound falls most, until none does. From then on it is FedAvg inside each coalition. A pair is trained further
+    only in rounds in which both answer; who was never heard stays alone. For n clients n(n − 1)/2 networks are needed,
+    as is the paper's setting (cross-silo): at most 50 clients. Kept: id (and h, the private head if `private_head`).
+    Sent: first D and a, the shares that were right, then theta, each client's own.
+
+    Settled with the published code: one hidden layer of 200, labels counting twice, scaled by C/√(C − 1); the search.
+    There a held-out part can be used for the shares; here they are those of the training examples, its default.
+    """
+
+    reference: ClassVar[str] = "Bao et al., ICML 2023"
+    needs_classes: ClassVar[bool] = True
+    local_stats: ClassVar[bool] = False
+    distance_rounds: int = 10
+    distance_hidden: int = 200
+    lr_distance: float = 0.1
+    weight_of_samples: float = 8.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("distance_rounds", 2)
+        self.count("distance_hidden", 1)
+        self.require("lr_distance", 0.0, allow_zero=True)
+        self.require("weight_of_samples", 0.0, allow_zero=True)
+
+    def common(self, task: Task, federation: Federation) -> Tree:
+        return {"key": key(federation.seed, "discriminator")}
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        return {**super().init_client(task, who), "id": torch.tensor(who.id)}
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        n = federation.clients
+        if n > 50:
+            raise ConfigError(
+                f"FedCollab: there must be at most 50 clients, as each pair of them trains a network. Got {n}; use ifca"
+                " or cfl."
+            )
+        class_matrix(task, "FedCollab")
+        theta, _ = self.split(task, task.init())
+        return {
+            **self.with_moments({"theta": tree.map(lambda a: a[None].clone(), theta)}, 1),
+            "coalition": torch.zeros(n, dtype=torch.int64),
+            "n": torch.zeros(n, dtype=torch.float64),
+            "d": torch.zeros(n, n, dtype=torch.float64),
+            "settled": torch.tensor(False),
+        }
+
+    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        own: Tree = {"theta": tree.take(server["theta"], server["coalition"][ids])}
+        if "D" in server and round <= self.distance_rounds:
+            rows = torch.stack([_pairs(int(i), len(server["n"])) for i in ids])
+            return Down(own={"D": tree.take(server["D"], rows)})
+        return Down(own={} if 0 < round <= self.distance_rounds and not bool(server["settled"]) else own)
+
+    # ------------------------------------------------------------------------------------------------ the client
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        weight = self.weigh(visit)
+        if int(visit.round) > self.distance_rounds:
+            theta, h = self.split(task, self.fit(task.loss, down["theta"] | client["h"], visit["train"]))
+            return {**client, "h": h}, Sent(weight, each={"theta": theta})
+        classes = len(task.init()[class_matrix(task, "FedCollab")])
+        D = down["D"] if "D" in down else self._drawn(visit, classes, weight.dtype)
+        side = (torch.arange(visit.clients - 1) < client["id"]).to(weight.dtype)  # 1 for the second of a pair
+
+        def tell_apart(D: Params, batch: Batch) -> Tensor:
+            guess = _discriminate(D, batch, classes)
+            wrong = F.binary_cross_entropy_with_logits(guess, side.expand_as(guess), reduction="none")
+            return batch.mean(wrong.sum(1))  # the pairs share no parameters: each gets its own gradient
+
+        total = [((_discriminate(D, b, classes) > 0) == (side > 0)).to(weight.dtype) * b.w[:, None] for b in visit["train"]]
+        count = sum(b.w.sum() for b in visit["train"])
+        right = torch.stack([t.sum(0) for t in total]).sum(0) / count if total else torch.zeros_like(side)
+        new: Params = sgd(tell_apart, D, visit["train"], self.lr_distance)
+        return client, Sent(weight, each={"D": new, "a": right})
+
+    def _drawn(self, visit: Visit, classes: int, dtype: torch.dtype) -> Params:
+        """The discriminators before the first round: one draw, the same for all pairs and all clients."""
+        d, m, n = visit["train"].x[0].numel(), self.distance_hidden, visit.clients - 1
+        shapes = {"x": (d, m), "y": (classes, m), "b": (m,), "o": (m,), "c": ()}
+        start = {}
+        for j, (name, shape) in enumerate(shapes.items()):
+            fan = {"x": d, "y": classes, "o": m}.get(name, 0)
+            one = normal(fold(visit.common["key"], j), shape, dtype) / fan**0.5 if fan else torch.zeros(shape, dtype=dtype)
+            start[name] = one.expand(n, *shape) + 0 * visit.examples
+        return start
+
+    # ------------------------------------------------------------------------------------------------ the server
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        server = {**server, "n": server["n"].index_copy(0, round.ids, round.n.to(torch.float64))}
+        if "D" in round.each:
+            server = self._learn(server, round)
+            return self._settled(server, round.round) if round.round >= self.distance_rounds else server
+        if not bool(server["settled"]):
+            server = self._settled(server, round.round)
+        here, models = server["coalition"][round.ids], int(server["coalition"].max()) + 1
+        theta = cluster_mean(round.each["theta"], round.weights, here, models, server["theta"])
+        live = torch.zeros(models, dtype=torch.bool).index_fill(0, here, True)
+        return {**server, **self.stepped(server, {"theta": theta}, live)}
+
+    def _learn(self, server: Tree, round: Round) -> Tree:
+        """Means over both members of each pair, and the distances they show."""
+        ids, sent, n = round.ids.tolist(), round.each["D"], len(server["n"])
+        start = server.get("D") or tree.map(
+            lambda a: a[0, :1].expand(n * (n - 1) // 2, *a.shape[2:]).clone(), tree.map(torch.zeros_like, sent)
+        )
+        D, d = tree.map(torch.clone, start), server["d"].clone()
+        at = {i: k for k, i in enumerate(ids)}
+        for i in ids:
+            for j in (j for j in ids if j > i):
+                p, q, pair = at[i], at[j], _pair(i, j, n)
+                for name, a in sent.items():
+                    D[name][pair] = (a[p, j - 1] + a[q, i]) / 2
+                if "D" in server:  # what was sent down, of which both now say how often it was right
+                    apart = float(round.each["a"][p, j - 1] + round.each["a"][q, i]) - 1
+                    d[i, j] = d[j, i] = max(float(d[i, j]), apart)
+        if "D" not in server:  # pairs that did not meet in the first round begin as drawn
+            met = {_pair(i, j, n) for i in ids for j in ids if i < j}
+            for name, a in sent.items():
+                for pair in set(range(n * (n - 1) // 2)) - met:
+                    D[name][pair] = a[0, 0]
+        return {**server, "D": D, "d": d}
+
+    def _settled(self, server: Tree, round: int) -> Tree:
+        coalition = self.coalitions(server["d"], server["n"])
+        models = {"theta": tree.map(lambda a: a[:1].expand(int(coalition.max()) + 1, *a.shape[1:]).clone(), server["theta"])}
+        left = {k: v for k, v in server.items() if k not in ("D", "optimizer")}
+        return {**left, **self.with_moments(models, int(coalition.max()) + 1), "coalition": coalition,
+                "settled": torch.tensor(True)}  # fmt: skip
+
+    def bound(self, d: Tensor, n: Tensor, coalition: Tensor) -> float:
+        """The mean over clients of C/√(examples of its coalition) + Σ_j (n_j/examples) d_ij."""
+        together = (coalition[:, None] == coalition[None]).to(d.dtype) * n
+        m = together.sum(1).clamp_min(1)
+        return float((self.weight_of_samples / m.sqrt() + (together * d).sum(1) / m)[n > 0].mean())
+
+    def coalitions(self, d: Tensor, n: Tensor) -> Tensor:
+        """The coalition of each client: from all alone, single moves that lower the bound most, until none does."""
+        known = (n > 0).nonzero().flatten().tolist()
+        coalition = torch.arange(len(n))
+        for sweep in range(100 if known else 0):
+            moved = False
+            for i in generator(0, "coalitions", sweep).permutation(known).tolist():
+                best, least = int(coalition[i]), self.bound(d, n, coalition)
+                for c in known:
+                    value = self.bound(d, n, coalition.index_fill(0, torch.tensor([i]), c))
+                    if value < least - 1e-12:
+                        best, least, moved = c, value, True
+                coalition = coalition.index_fill(0, torch.tensor([i]), best)
+            if not moved:
+                break
+        return torch.unique(coalition, return_inverse=True)[1]
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        if "theta" not in down:  # the coalitions are not settled: nobody has trained
+            return self.split(task, task.init())[0] | client["h"]
+        return super().personal(task, client, down, visit)
+
+    def size(self, server: Tree) -> float:
+        """The norm of the models, on average."""
+        return (float(tree.squared_norm(server["theta"])) / (int(server["coalition"].max()) + 1)) ** 0.5
+
+    def monitor(self, server: Tree) -> dict[str, float]:
+        """The number of coalitions and the mean distance."""
+        return {"coalitions": float(int(server["coalition"].max()) + 1), "distance": float(server["d"].mean())}
+
+    def matrices(self, server: Tree) -> dict[str, Tensor]:
+        """Closeness of the clients' data, 1 − d."""
+        return {"closeness": 1 - server["d"]}
+
+
+def _discriminate(D: Params, batch: Batch, classes: int) -> Tensor:
+    """How much an example looks like the second client's, for every pair, [B, pairs]."""
+    nu = classes / max(1, classes - 1) ** 0.5  # labels on the scale of normalised inputs
+    y = members(batch, classes, D["x"].dtype) * nu
+    hidden = torch.einsum("bd,pdm->bpm", batch.x.flatten(1), D["x"]) + D["b"] + 2 * torch.einsum("bc,pcm->bpm", y, D["y"])
+    return (hidden.relu() * D["o"]).sum(2) + D["c"]
+
+
+def _pair(i: int, j: int, n: int) -> int:
+    """The number of the pair i < j of n clients."""
+    return i * n - i * (i + 1) // 2 + j - i - 1
+
+
+def _pairs(i: int, n: int) -> Tensor:
+    """The numbers of all pairs of client i, in the order of the others."""
+    return torch.tensor([_pair(min(i, j), max(i, j), n) for j in range(n) if j != i])

@@ -1,0 +1,165 @@
+"""LR-BPFL: a common network whose weights every client scales by a random mask of low rank of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedspan.batches import Amount, Batch, Epochs
+from fedspan.layers import Which, choose, in_head, part
+from fedspan.method import Sent, Sharing, Visit, Who
+from fedspan.randomness import fold, key, normal
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrBpfl(Sharing):
+    """LR-BPFL. Zhang et al., AISTATS 2025.
+
+    Symbols: theta = the common deterministic model W; q = a client's posterior: Gaussian factors alpha [r, inputs] and
+    gamma [r, outputs] of every layer, by their means (mu) and deviations softplus(rho), and gates g. Client k computes
+    with W ∘ M_k, M_k = Σ_j γ_j α_jᵀ (for a convolution over channels). First q is trained for `personal_epochs` with W
+    fixed, on the negative log-likelihood of the average over `members` draws + `temperature`·KL(q‖prior)/n_k, then W
+    for `global_epochs` (default: the run's) with q fixed, on the likelihood alone; with `joint` both together. The
+    prior of α and γ is N(1/√r, `prior_scale`²): M = 1 on average. With `adaptive_rank` the means of component j > 1
+    carry a gate g_j ∈ [0, 1], stretched and clipped as hard-concrete gates are. Predictions are averages over `members`
+    draws; with `members` = 0 means are used throughout and nothing is drawn. Kept: q (and h, the private head if
+    `private_head`). Sent: theta.
+
+    Settled with the published code: the mask (not a sum with W), prior, starts, temperature and gates; there the bias
+    is scaled with the mask, here it is not. By what rule the paper removes ranks was not: gates follow the loss alone.
+    """
+
+    reference: ClassVar[str] = "Zhang et al., AISTATS 2025"
+    rank: int = 4
+    members: int = 4
+    temperature: float = 1.0
+    prior_scale: float = 0.1
+    start_spread: float = 0.1
+    personal_epochs: int = 1
+    global_epochs: int | None = None
+    lr_personal: float | None = None
+    joint: bool = False
+    adaptive_rank: bool = False
+    layers: Which = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("rank", 1)
+        for name in ("members", "personal_epochs"):
+            self.count(name)
+        if self.global_epochs is not None:
+            self.count("global_epochs")
+        for name in ("temperature", "start_spread"):
+            self.require(name, 0.0, allow_zero=True)
+        self.require("prior_scale", 0.0)
+        if self.lr_personal is not None:
+            self.require("lr_personal", 0.0, allow_zero=True)
+        if isinstance(self.layers, str):
+            self.one_of("layers", "all", "body")
+
+    def plan(self) -> Mapping[str, Amount]:
+        return {"own": Epochs(self.personal_epochs), "train": Epochs(self.global_epochs)}
+
+    def masked(self, task: Task) -> dict[str, Tensor]:
+        """The layers whose weight has a mask, and those weights as they start."""
+        start = task.init()
+        names = [k for k in choose(task, self.layers, "LrBpfl") if not (self.private_head and in_head(task, k))]
+        return {k: start[part(k, "weight")] for k in names}
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        q: Tree = {}
+        for j, (k, W) in enumerate(self.masked(task).items()):
+            # One draw for all, as the model that clients are given is one.
+            noise = lambda n, size, j=j, W=W: normal(key(who.seed, "mask", j, n), (self.rank, size), W.dtype)
+            for n, (name, size) in enumerate((("alpha", W.shape[1]), ("gamma", W.shape[0]))):
+                q[f"{k}.{name}_mu"] = self.rank**-0.5 + self.start_spread * noise(2 * n, size)
+                q[f"{k}.{name}_rho"] = -3 + self.start_spread * noise(2 * n + 1, size)
+            if self.adaptive_rank:
+                q[f"{k}.gate"] = torch.full((self.rank - 1,), 2.3, dtype=W.dtype)
+        return {**super().init_client(task, who), "q": q}
+
+    # ------------------------------------------------------------------------------------------------ the posterior
+
+    def drawn(self, task: Task, theta: Params, q: Params, k: Tensor | None) -> Params:
+        """Parameters with masks drawn from q by a key, or with their means."""
+        new = dict(theta)
+        for j, name in enumerate(self.masked(task)):
+            factors = []
+            for n, f in enumerate(("alpha", "gamma")):
+                mu, rho = q[f"{name}.{f}_mu"], q[f"{name}.{f}_rho"]
+                if self.adaptive_rank:
+                    gate = (1.2 * q[f"{name}.gate"].sigmoid() - 0.1).clamp(0, 1)
+                    mu = torch.cat([torch.ones_like(mu[:1, 0]), gate])[:, None] * mu
+                noise = 0.0 if k is None else F.softplus(rho) * normal(fold(fold(k, j), n), mu.shape, mu.dtype)
+                factors.append(mu + noise)
+            alpha, gamma = factors
+            W = theta[part(name, "weight")]
+            M = (gamma.T @ alpha).reshape(W.shape[0], W.shape[1], *[1] * (W.ndim - 2))  # M = Σ_j γ_j α_jᵀ
+            new[part(name, "weight")] = W * M
+        return new
+
+    def divergence(self, q: Params) -> Tensor:
+        """KL(q‖prior), summed over all factors."""
+        total = []
+        for name, mu in q.items():
+            if name.endswith("_mu"):
+                s = F.softplus(q[name.removesuffix("mu") + "rho"])
+                ratio = (s / self.prior_scale).square()
+                far = ((mu - self.rank**-0.5) / self.prior_scale).square()
+                total.append(0.5 * (ratio + far - 1 - ratio.log()).sum())
+        return torch.stack(total).sum()
+
+    def likelihood(self, task: Task, theta: Params, q: Params, batch: Batch) -> Tensor:
+        """The loss of the average prediction over draws."""
+        keys = [fold(batch.key, 1 + s) for s in range(self.members)] or [None]
+        outputs = [task.output(self.drawn(task, theta, q, k), batch) for k in keys]
+        return batch.mean(task.example_loss(_average(task, outputs), batch.y))
+
+    # ------------------------------------------------------------------------------------------------ rounds and use
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        theta, q = down["theta"] | client["h"], client["q"]
+
+        def free_energy(q: Params, theta: Params, batch: Batch) -> Tensor:
+            pull = self.temperature * self.divergence(q) / visit.examples
+            return self.likelihood(task, theta, q, batch) + pull * batch.live
+
+        if self.joint:
+            both = self.fit(lambda p, b: free_energy(p["q"], p["theta"], b), {"theta": theta, "q": q}, visit["train"])
+            theta, q = both["theta"], both["q"]
+        else:
+            q = self.fit(lambda p, b: free_energy(p, theta, b), q, visit["own"], self.lr_personal)
+            theta = self.fit(lambda p, b: self.likelihood(task, p, q, b), theta, visit["train"])
+        shared, h = self.split(task, theta)
+        return {"h": h, "q": q}, Sent(weight=self.weigh(visit), mean={"theta": shared})
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        theta, q = self.whole(client, down), client["q"]
+        keys = [fold(visit.key, s) for s in range(self.members)] or [None]
+        models = [self.drawn(task, theta, q, k) for k in keys]
+        if "all" in visit.batches:
+            models = [task.estimate_statistics(m, visit["all"]) for m in models]
+        return models[0] if not self.members else {str(s): m for s, m in enumerate(models)}
+
+    def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
+        if not self.members:
+            return task.predict(personal, x)
+        return _average(task, [task.predict(m, x) for m in personal.values()])
+
+
+def _average(task: Task, outputs: list[Tensor]) -> Tensor:
+    """The outputs of an ensemble: logarithms of mean probabilities, or means."""
+    if len(outputs) == 1:
+        return outputs[0]
+    stacked = torch.stack(outputs)
+    if task.kind == "regression":
+        return stacked.mean(0)
+    return stacked.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
