@@ -90,7 +90,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("pfl-mf-joint", {"rank": 2, "start": "random"}),
     ("amht-lrs", {"rank": 2, "sparsity": 3}),
     ("amht-lrs", {"rank": 2, "sparsity": 3, "u_update": "gradient", "lr_u": 0.1, "momentum": 0.5}),
-    ("lr-bpfl", {"rank": 2, "members": 2}),
+    ("lr-bpfl", {"rank": 2, "members": 1}),
     ("lr-bpfl", {"rank": 2, "members": 0, "joint": True, "adaptive_rank": True, "private_head": True}),
     ("waffle", {"temperature": 0.1}),
     ("factorized-fl-alpha", {"mu_start": "dense"}),
@@ -121,7 +121,16 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
 ROWS = pytest.mark.parametrize(
     ("name", "fields"), TABLE, ids=[f"{n}-{'-'.join(map(str, f.values())) or 'default'}" for n, f in TABLE]
 )
-# Every row on the small MLP; the other models for the first row of each method.
+# Every row on the small MLP. Other models where a method has code of its own for them: convolutions where weights are
+# composed, differentiated twice or read by channels, dropout where outputs, features or random numbers are asked for in
+# another way than by `fit(task.loss, ...)`.
+CONVOLUTIONS = {"fedavg", "per-fedavg", "apfl", "fedala", "pfedme", "fedas", "flute", "fedkd", "fedproto", "pfedfda", "ifca"}
+CONVOLUTIONS |= {"fedcollab", "pfl-mf", "pfl-mf-paper", "pfl-mf-joint", "amht-lrs", "lr-bpfl", "waffle", "prism"}
+CONVOLUTIONS |= {"factorized-fl-alpha", "factorized-fl-beta", "fedpara", "pfedpara", "fedloru", "mfedloru", "pfedloru"}
+CONVOLUTIONS |= {"pfedlora1", "fedhm", "fedlmt", "feddlr"}
+DROPOUT = {"local", "fedavg", "fedrep", "ditto", "per-fedavg", "fedfomo", "apfl", "l2gd", "flute", "fedkd", "fedproto"}
+DROPOUT |= {"pfedfda", "ifca", "pfl-mf", "pfl-mf-paper", "amht-lrs", "lr-bpfl", "waffle", "factorized-fl-alpha", "fedpara"}
+DROPOUT |= {"fedloru", "mfedloru", "pfedlora2", "fedhm", "prism"}
 FIRST = [TABLE.index(next(row for row in TABLE if row[0] == name)) for name in dict(TABLE)]
 FIRST_ROWS = pytest.mark.parametrize(("name", "fields"), [TABLE[k] for k in FIRST], ids=[TABLE[k][0] for k in FIRST])
 MODELS = pytest.mark.parametrize(
@@ -129,8 +138,15 @@ MODELS = pytest.mark.parametrize(
     [
         pytest.param(*row, kind, id=f"{row[0]}-{'-'.join(map(str, row[1].values())) or 'default'}-{kind}")
         for k, row in enumerate(TABLE)
-        for kind in (("mlp", "cnn", "dropout") if k in FIRST else ("mlp",))
+        for kind in ("mlp", "cnn", "dropout")
+        if kind == "mlp" or (k in FIRST and row[0] in (CONVOLUTIONS if kind == "cnn" else DROPOUT))
     ],
+)
+
+
+PURE_ROWS = pytest.mark.parametrize(
+    ("name", "fields", "kind"),
+    [(*row, kind) for k, row in enumerate(TABLE) for kind in (("mlp", "batchnorm") if k in FIRST else ("mlp",))],
 )
 
 
@@ -191,11 +207,18 @@ def one_round(
 
 
 @MODELS
-def test_vmap_chunks_and_loop_agree(name: str, fields: dict[str, Any], kind: str) -> None:
-    method = make(name, **fields)
-    loop = run(method, kind, mapping="loop", workers=1)
-    for settings in ({"chunk": 100}, {"chunk": 2})[kind != "mlp" :]:
-        mapped = run(method, kind, mapping="vmap", workers=1, **settings)
+def test_vmap_chunks_loop_and_two_workers_agree(name: str, fields: dict[str, Any], kind: str) -> None:
+    """Mapped = one after another, in chunks or at once; and not a bit depends on the number of workers."""
+    method, k = make(name, **fields), TABLE.index((name, fields))
+    rounds = 3 if kind == "mlp" else 2
+    runs = {m: run(method, kind, mapping=m, workers=1, chunk=2, rounds=rounds) for m in ("loop", "vmap")}
+    loop, others = runs["loop"], [runs["vmap"]]
+    if kind == "mlp":
+        if k in FIRST:
+            others.append(run(method, mapping="vmap", workers=1, chunk=100))
+        again = ("vmap", "loop")[k % 2]
+        assert run(method, mapping=again, workers=2, chunk=2).record.digest() == runs[again].record.digest()
+    for mapped in others:
         assert_close(state(loop), state(mapped))
         for measure, values in loop.result.per_client.items():  # type: ignore[attr-defined]
             assert values == pytest.approx(mapped.result.per_client[measure], abs=1e-9)  # type: ignore[attr-defined]
@@ -210,18 +233,7 @@ def test_batch_normalisation_runs_by_the_loop_and_stays_finite(name: str, fields
         run(make(name, **fields), "batchnorm", mapping="vmap")
 
 
-@ROWS
-def test_number_of_workers_does_not_change_a_bit(name: str, fields: dict[str, Any]) -> None:
-    method = make(name, **fields)
-    mapping = ("vmap", "loop")[TABLE.index((name, fields)) % 2]
-    assert (
-        run(method, mapping=mapping, rounds=2, workers=1, chunk=2).record.digest()
-        == run(method, mapping=mapping, rounds=2, workers=2, chunk=2).record.digest()
-    )
-
-
-@ROWS
-@pytest.mark.parametrize("kind", ["mlp", "batchnorm"])
+@PURE_ROWS
 def test_client_update_is_pure(name: str, fields: dict[str, Any], kind: str) -> None:
     method = make(name, **fields)
     task, data = make_task(kind), make_data(kind)
@@ -240,12 +252,11 @@ def test_client_update_is_pure(name: str, fields: dict[str, Any], kind: str) -> 
 
 
 @ROWS
-@pytest.mark.parametrize("mapping", ["vmap", "loop"])
-def test_order_of_clients_does_not_matter(name: str, fields: dict[str, Any], mapping: str) -> None:
+def test_order_of_clients_does_not_matter(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
     p, q, r, s = [0, 2, 3, 5] if len(alike(method)) == 7 else alike(method)[:4]
-    _, a = one_round(method, mapping, [p, q, r, s])
-    _, b = one_round(method, mapping, [s, p, r, q])
+    _, a = one_round(method, "vmap", [p, q, r, s])
+    _, b = one_round(method, "vmap", [s, p, r, q])
     back = torch.tensor([1, 3, 2, 0])
     assert_close((a.rows, a.sent), tree.take((b.rows, b.sent), back))
 
@@ -300,14 +311,14 @@ def payload_bytes(data: bytes) -> int:
 @FIRST_ROWS
 def test_state_survives_save_and_load(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     method = make(name, **fields)
-    whole = run(method, rounds=4)
+    whole = run(method, rounds=3)
     run(method, rounds=2, out=tmp_path / "run")
-    again = run(method, rounds=4, out=tmp_path / "run")
+    again = run(method, rounds=3, out=tmp_path / "run")
     assert again.record.resumed
     assert again.record.digest() == whole.record.digest()
     a, b = whole.result.to_json(), again.result.to_json()  # type: ignore[attr-defined]
     assert a["per_client"] == b["per_client"] and a["bytes"]["up"] == b["bytes"]["up"]
-    assert [line["round"] for line in again.record.lines] == [1, 2, 3, 4]
+    assert [line["round"] for line in again.record.lines] == [1, 2, 3]
 
 
 @ROWS
@@ -342,7 +353,10 @@ def test_training_lowers_the_loss(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
     untuned = make(name, **fields | UNTUNED.get(name, {}))
     start = run(untuned, rounds=0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
-    end = run(method, rounds=15, participation=1.0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
+    for rounds in (6, 15):  # most need no more than the first
+        end = run(method, rounds=rounds, participation=1.0, opposed=False).result.measures["loss"]["mean"]  # type: ignore[attr-defined]
+        if end < 0.8 * start:
+            return
     assert end < 0.8 * start
 
 
@@ -361,11 +375,11 @@ def test_weights_are_what_the_method_declares(name: str, fields: dict[str, Any])
 @FIRST_ROWS
 def test_dropped_answers_and_empty_rounds_are_survived(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
-    half = run(method, rounds=3, drop_rate=0.5)
+    half = run(method, rounds=2, drop_rate=0.5)
     assert tree.all_finite(state(half))
     start = run(method, rounds=0)
     for drop in ("before", "after"):
-        none = run(method, rounds=2, drop_rate=1.0, drop=drop)
+        none = run(method, rounds=1, drop_rate=1.0, drop=drop)
         assert_same(none.record.server, start.record.server)
         assert all(line["skipped"] and line["answered"] == 0 for line in none.record.lines)
         if drop == "before":

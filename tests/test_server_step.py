@@ -108,7 +108,7 @@ def test_a_split_inherits_the_moments() -> None:
 def test_running_statistics_are_means_whatever_the_rule() -> None:
     plain = finished(FedAvg(), "batchnorm", rounds=1)
     adam = finished(FedAvg(server_optimizer="adam"), "batchnorm", rounds=1)
-    for k, p in adam.record.server["theta"].items():
+    for k, p in tree.without(adam.record.server["theta"], ["conv.bias"]).items():  # which the norm makes idle
         assert torch.equal(p, plain.record.server["theta"][k]) == k.endswith(("running_mean", "running_var"))
 
 

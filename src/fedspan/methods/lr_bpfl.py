@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedspan import tree
 from fedspan.batches import Amount, Batch, Epochs
 from fedspan.layers import Which, choose, in_head, part
 from fedspan.method import Sent, Sharing, Visit, Who
@@ -33,7 +34,7 @@ class LrBpfl(Sharing):
     draws; with `members` = 0 means are used throughout and nothing is drawn. Kept: q (and h, the private head if
     `private_head`). Sent: theta.
 
-    Settled with the published code: the mask (not a sum with W), prior, starts, temperature and gates; there the bias
+    Settled with the published code: the mask (not a sum with W), prior, starts, step size of q and gates; there the bias
     is scaled with the mask, here it is not. By what rule the paper removes ranks was not: gates follow the loss alone.
     """
 
@@ -45,7 +46,7 @@ class LrBpfl(Sharing):
     start_spread: float = 0.1
     personal_epochs: int = 1
     global_epochs: int | None = None
-    lr_personal: float | None = None
+    lr_personal: float = 0.01
     joint: bool = False
     adaptive_rank: bool = False
     layers: Which = "all"
@@ -57,11 +58,9 @@ class LrBpfl(Sharing):
             self.count(name)
         if self.global_epochs is not None:
             self.count("global_epochs")
-        for name in ("temperature", "start_spread"):
+        for name in ("temperature", "start_spread", "lr_personal"):
             self.require(name, 0.0, allow_zero=True)
         self.require("prior_scale", 0.0)
-        if self.lr_personal is not None:
-            self.require("lr_personal", 0.0, allow_zero=True)
         if isinstance(self.layers, str):
             self.one_of("layers", "all", "body")
 
@@ -90,16 +89,19 @@ class LrBpfl(Sharing):
 
     def drawn(self, task: Task, theta: Params, q: Params, k: Tensor | None) -> Params:
         """Parameters with masks drawn from q by a key, or with their means."""
-        new = dict(theta)
-        for j, name in enumerate(self.masked(task)):
+        new, layers = dict(theta), list(self.masked(task))
+        parts = [f"{name}.{f}" for name in layers for f in ("alpha", "gamma")]
+        sizes = [q[f"{f}_mu"].numel() for f in parts]
+        # One draw for all factors: many small ones would take longer than the layers themselves.
+        noise = dict(zip(parts, normal(k, (sum(sizes),), q[f"{parts[0]}_mu"].dtype).split(sizes))) if k is not None else {}
+        for name in layers:
             factors = []
-            for n, f in enumerate(("alpha", "gamma")):
+            for f in ("alpha", "gamma"):
                 mu, rho = q[f"{name}.{f}_mu"], q[f"{name}.{f}_rho"]
                 if self.adaptive_rank:
                     gate = (1.2 * q[f"{name}.gate"].sigmoid() - 0.1).clamp(0, 1)
                     mu = torch.cat([torch.ones_like(mu[:1, 0]), gate])[:, None] * mu
-                noise = 0.0 if k is None else F.softplus(rho) * normal(fold(fold(k, j), n), mu.shape, mu.dtype)
-                factors.append(mu + noise)
+                factors.append(mu + F.softplus(rho) * noise[f"{name}.{f}"].reshape(mu.shape) if noise else mu)
             alpha, gamma = factors
             W = theta[part(name, "weight")]
             M = (gamma.T @ alpha).reshape(W.shape[0], W.shape[1], *[1] * (W.ndim - 2))  # M = Σ_j γ_j α_jᵀ
@@ -132,9 +134,12 @@ class LrBpfl(Sharing):
             pull = self.temperature * self.divergence(q) / visit.examples
             return self.likelihood(task, theta, q, batch) + pull * batch.live
 
-        if self.joint:
-            both = self.fit(lambda p, b: free_energy(p["q"], p["theta"], b), {"theta": theta, "q": q}, visit["train"])
-            theta, q = both["theta"], both["q"]
+        if self.joint and self.lr and self.lr_personal:
+            s = math.sqrt(self.lr_personal / self.lr)  # steps of lr on q/s are steps of lr_personal on q
+            start = {"theta": theta, "q": tree.map(lambda a: a / s, q)}
+            energy = lambda p, b: free_energy(tree.map(lambda a: a * s, p["q"]), p["theta"], b)
+            both = self.fit(energy, start, visit["train"])
+            theta, q = both["theta"], tree.map(lambda a: a * s, both["q"])
         else:
             q = self.fit(lambda p, b: free_energy(p, theta, b), q, visit["own"], self.lr_personal)
             theta = self.fit(lambda p, b: self.likelihood(task, p, q, b), theta, visit["train"])
