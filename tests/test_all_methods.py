@@ -124,12 +124,34 @@ ROWS = pytest.mark.parametrize(
 # Every row on the small MLP. Other models where a method has code of its own for them: convolutions where weights are
 # composed, differentiated twice or read by channels, dropout where outputs, features or random numbers are asked for in
 # another way than by `fit(task.loss, ...)`.
-CONVOLUTIONS = {"fedavg", "per-fedavg", "apfl", "fedala", "pfedme", "fedas", "flute", "fedkd", "fedproto", "pfedfda", "ifca"}
+CONVOLUTIONS = {
+    "fedavg",
+    "per-fedavg",
+    "apfl",
+    "fedala",
+    "pfedme",
+    "fedas",
+    "flute",
+    "fedkd",
+    "fedproto",
+    "pfedfda",
+    "ifca",
+}
 CONVOLUTIONS |= {"fedcollab", "pfl-mf", "pfl-mf-paper", "pfl-mf-joint", "amht-lrs", "lr-bpfl", "waffle", "prism"}
 CONVOLUTIONS |= {"factorized-fl-alpha", "factorized-fl-beta", "fedpara", "pfedpara", "fedloru", "mfedloru", "pfedloru"}
 CONVOLUTIONS |= {"pfedlora1", "fedhm", "fedlmt", "feddlr"}
 DROPOUT = {"local", "fedavg", "fedrep", "ditto", "per-fedavg", "fedfomo", "apfl", "l2gd", "flute", "fedkd", "fedproto"}
-DROPOUT |= {"pfedfda", "ifca", "pfl-mf", "pfl-mf-paper", "amht-lrs", "lr-bpfl", "waffle", "factorized-fl-alpha", "fedpara"}
+DROPOUT |= {
+    "pfedfda",
+    "ifca",
+    "pfl-mf",
+    "pfl-mf-paper",
+    "amht-lrs",
+    "lr-bpfl",
+    "waffle",
+    "factorized-fl-alpha",
+    "fedpara",
+}
 DROPOUT |= {"fedloru", "mfedloru", "pfedlora2", "fedhm", "prism"}
 FIRST = [TABLE.index(next(row for row in TABLE if row[0] == name)) for name in dict(TABLE)]
 FIRST_ROWS = pytest.mark.parametrize(("name", "fields"), [TABLE[k] for k in FIRST], ids=[TABLE[k][0] for k in FIRST])

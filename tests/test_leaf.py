@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conftest import call
 from fedspan.data import leaf, load, partition
 from fedspan.data.catalog import KNOWN
 from fedspan.errors import ConfigError, DataError
@@ -48,6 +49,14 @@ def test_femnist_from_all_data(tmp_path: Path) -> None:
     data = partition(source, "natural", min_samples=10)  # Setup 4 drops small writers
     assert data.names == ["f0001_41", "f0003_10"] and [len(t) for t in data.test] == [3, 4]
     assert partition(source, "natural", min_samples=1, fraction=0.3).clients == 1
+
+
+def test_the_command_recognises_them(tmp_path: Path) -> None:
+    line = lambda: next(r for r in call("data", "--root", str(tmp_path)).stdout.splitlines() if " femnist " in r)
+    (tmp_path / "femnist").mkdir()
+    assert " no " in line()
+    write(tmp_path / "femnist/train/a.json", made({"u": 1}))
+    assert " yes " in line()
 
 
 def test_train_and_test_folders_share_their_users(tmp_path: Path) -> None:

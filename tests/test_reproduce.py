@@ -235,6 +235,10 @@ def test_end_to_end_and_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert float(rows[0]["ours"]) == pytest.approx(100 * local["mean"]) and rows[2]["ours"] == ""
     assert rows[1]["fields"] == "rank=2" and rows[1]["rule"]
 
+    # The report of such a directory is that of its test runs: two seeds of two rows, no choice of step sizes.
+    shown = list(csv.DictReader(call("report", "out", "--format", "csv").stdout.splitlines()))
+    assert len(shown) == 2 and {r["seeds"] for r in shown} == {"0 1"}
+
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a finished run was repeated")
 

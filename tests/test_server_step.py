@@ -81,7 +81,9 @@ def test_models_nobody_reported_for_stay_with_their_moments() -> None:
     assert not s1["m"]["w"][1].any() and s1["m"]["w"][0].all()
     # The corrected first step is of size lr, whatever the gradient.
     assert x1["w"][0].tolist() == pytest.approx([0.9, 0.9], abs=1e-3)
-    one, _ = step("adam", {"w": x["w"][0]}, {"w": mean["w"][0]}, moments("adam", 0.9, {"w": x["w"][0]}), 0.1, corrected=True)
+    one, _ = step(
+        "adam", {"w": x["w"][0]}, {"w": mean["w"][0]}, moments("adam", 0.9, {"w": x["w"][0]}), 0.1, corrected=True
+    )
     assert_close(one["w"], x1["w"][0])
 
 

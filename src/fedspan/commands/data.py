@@ -37,6 +37,7 @@ def found(name: str, root: str | None) -> str:
     """`yes` with the place, `no`, or nothing for sources that are not known by name."""
     from fedspan.data.catalog import KNOWN
     from fedspan.data.files import find_idx
+    from fedspan.data.leaf import find as find_leaf
     from fedspan.data.matlab import find_svhn
 
     if name == "digits":
@@ -47,6 +48,7 @@ def found(name: str, root: str | None) -> str:
     places = [Path(base).expanduser() / name] if base else []
     for place in [*places, *(Path(p) for p in KNOWN[name].folders)]:
         held = any(place.glob("train*.parquet")) or find_idx(place) or (KNOWN[name].mat and find_svhn(place))
+        held = held or (KNOWN[name].leaf and find_leaf(place)[0])
         if place.is_dir() and held:
             return f"yes ({place})"
     return "no"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import fedspan
-from fedspan import tree
+from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.engine import Engine
 from fedspan.method import Federation, Method, Who
@@ -78,6 +78,37 @@ def facts(name: str) -> dict[str, Any]:
         "file": _file(cls),
         "fields": {f.name: _default(getattr(method, f.name)) for f in fields(cls)},
     }
+
+
+@cache
+def reference() -> tuple[Task, FederatedData]:
+    """Two clients with ten random examples of 64 numbers, and a perceptron of 64-32-10 as for the bundled digits."""
+    rng = generator(0, "reference")
+    pairs = [(rng.normal(size=(14, 64)).astype("float32"), rng.permutation(14) % 10) for _ in range(2)]
+    data = FederatedData.from_arrays(pairs, groups=[0, 1], classes=10, validation_fraction=0.25)
+    return Task(lambda: build("mlp", (64,), 10, hidden=[32]), seed=0), data
+
+
+def traffic(name: str) -> tuple[int, int]:
+    """Bytes that one client receives and sends in its first round, with the method's defaults on the reference model."""
+    method = make(name)
+    payload, codecs = probe(method, *reference()), method.codecs(1)
+    sizes = []
+    for part in (payload.down, payload.mean | payload.each):
+        sizes.append(sum(wire.count(part, wire.roundtrip(part, codecs)[1]).values()))
+    return sizes[0], sizes[1]
+
+
+def published(name: str) -> list[str]:
+    """The published tables that `fedspan reproduce` runs the method in, without their data sets."""
+    from fedspan.reproductions import available, load_experiment
+
+    found: dict[str, None] = {}
+    for e in available():
+        if any(row.method == name for row in load_experiment(e).rows):
+            paper, _, file = e.partition("/")
+            found[f"{paper}/{file if file.startswith('figure') else file.split('-')[0]}"] = None
+    return list(found)
 
 
 def names(payload: Tree) -> list[str]:

@@ -100,7 +100,9 @@ class FedCollab(Sharing):
             wrong = F.binary_cross_entropy_with_logits(guess, side.expand_as(guess), reduction="none")
             return batch.mean(wrong.sum(1))  # the pairs share no parameters: each gets its own gradient
 
-        total = [((_discriminate(D, b, classes) > 0) == (side > 0)).to(weight.dtype) * b.w[:, None] for b in visit["train"]]
+        total = [
+            ((_discriminate(D, b, classes) > 0) == (side > 0)).to(weight.dtype) * b.w[:, None] for b in visit["train"]
+        ]
         count = sum(b.w.sum() for b in visit["train"])
         right = torch.stack([t.sum(0) for t in total]).sum(0) / count if total else torch.zeros_like(side)
         new: Params = sgd(tell_apart, D, visit["train"], self.lr_distance)
@@ -113,7 +115,11 @@ class FedCollab(Sharing):
         start = {}
         for j, (name, shape) in enumerate(shapes.items()):
             fan = {"x": d, "y": classes, "o": m}.get(name, 0)
-            one = normal(fold(visit.common["key"], j), shape, dtype) / fan**0.5 if fan else torch.zeros(shape, dtype=dtype)
+            one = (
+                normal(fold(visit.common["key"], j), shape, dtype) / fan**0.5
+                if fan
+                else torch.zeros(shape, dtype=dtype)
+            )
             start[name] = one.expand(n, *shape) + 0 * visit.examples
         return start
 
@@ -156,7 +162,9 @@ class FedCollab(Sharing):
 
     def _settled(self, server: Tree, round: int) -> Tree:
         coalition = self.coalitions(server["d"], server["n"])
-        models = {"theta": tree.map(lambda a: a[:1].expand(int(coalition.max()) + 1, *a.shape[1:]).clone(), server["theta"])}
+        models = {
+            "theta": tree.map(lambda a: a[:1].expand(int(coalition.max()) + 1, *a.shape[1:]).clone(), server["theta"])
+        }
         left = {k: v for k, v in server.items() if k not in ("D", "optimizer")}
         return {**left, **self.with_moments(models, int(coalition.max()) + 1), "coalition": coalition,
                 "settled": torch.tensor(True)}  # fmt: skip
@@ -206,7 +214,9 @@ def _discriminate(D: Params, batch: Batch, classes: int) -> Tensor:
     """How much an example looks like the second client's, for every pair, [B, pairs]."""
     nu = classes / max(1, classes - 1) ** 0.5  # labels on the scale of normalised inputs
     y = members(batch, classes, D["x"].dtype) * nu
-    hidden = torch.einsum("bd,pdm->bpm", batch.x.flatten(1), D["x"]) + D["b"] + 2 * torch.einsum("bc,pcm->bpm", y, D["y"])
+    hidden = (
+        torch.einsum("bd,pdm->bpm", batch.x.flatten(1), D["x"]) + D["b"] + 2 * torch.einsum("bc,pcm->bpm", y, D["y"])
+    )
     return (hidden.relu() * D["o"]).sum(2) + D["c"]
 
 

@@ -93,7 +93,9 @@ class LrBpfl(Sharing):
         parts = [f"{name}.{f}" for name in layers for f in ("alpha", "gamma")]
         sizes = [q[f"{f}_mu"].numel() for f in parts]
         # One draw for all factors: many small ones would take longer than the layers themselves.
-        noise = dict(zip(parts, normal(k, (sum(sizes),), q[f"{parts[0]}_mu"].dtype).split(sizes))) if k is not None else {}
+        noise = (
+            dict(zip(parts, normal(k, (sum(sizes),), q[f"{parts[0]}_mu"].dtype).split(sizes))) if k is not None else {}
+        )
         for name in layers:
             factors = []
             for f in ("alpha", "gamma"):

@@ -78,9 +78,7 @@ class PriSM(Sharing):
         return max(1, math.ceil(share * triples - 1e-9))
 
     def model(self, task: Task, capacity: Capacity) -> Task:
-        names = [
-            k for k in choose(task, self.layers, "PriSM") if not (self.private_head and in_head(task, k))
-        ]
+        names = [k for k in choose(task, self.layers, "PriSM") if not (self.private_head and in_head(task, k))]
         if not names:
             raise ConfigError("PriSM: layers must name a layer besides a private head. Got none.")
         return task.converted(lambda module: convert(module, names, Principal))

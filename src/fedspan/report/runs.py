@@ -101,6 +101,8 @@ def load_run(path: str | Path) -> Run:
 def load_runs(paths: str | Path | Iterable[str | Path], unfinished: list[Path] | None = None) -> list[Run]:
     """Read run directories, or directories that hold run directories (as `compare` writes), each run once.
 
+    Of a directory of `reproduce` only the test runs count: those for the choice of a step size had other data.
+
     Args:
         unfinished: if given, runs without a result found inside such directories are added to it; they are left out.
 
@@ -109,6 +111,7 @@ def load_runs(paths: str | Path | Iterable[str | Path], unfinished: list[Path] |
     """
     found: dict[Path, Run] = {}
     for path in [Path(paths)] if isinstance(paths, str | Path) else [Path(p) for p in paths]:
+        path = _tests(path)
         inside: list[Path] = []
         waiting: list[Path] = []
         if path.is_dir() and not (path / "result.json").exists() and not (path / "metrics.jsonl").exists():
@@ -128,6 +131,12 @@ def load_runs(paths: str | Path | Iterable[str | Path], unfinished: list[Path] |
     if not found:
         raise FedspanError("Report: at least one run directory must be given. Got none.")
     return list(found.values())
+
+
+def _tests(path: Path) -> Path:
+    """Where the test runs lie, for a directory of `reproduce`; any other path as it is."""
+    reproduced = (path / "table.md").is_file() and (path / "test").is_dir()
+    return path / "test" if reproduced else path
 
 
 def as_run(item: Run | Mapping[str, Any]) -> Run:
