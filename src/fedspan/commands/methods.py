@@ -57,10 +57,11 @@ def page(found: list[dict[str, Any]]) -> str:
     lines = [
         "# Methods",
         "",
-        "Written by `make docs` from the methods themselves; what is kept and sent was measured. Bytes are those of one",
-        "client in its first round, down and up, with default fields and a perceptron of 64-32-10 (2,410 parameters; FedAvg:",
-        "9,640 each way). Limiting cases are tested to 1e-12, see [equivalences](equivalences.md); published tables are those",
-        "that `fedspan reproduce` runs the method in, beside the printed figures.",
+        "Written by `make docs` from the methods themselves; what is kept and sent was measured. Bytes are those of",
+        "one client in its first round, down and up, with default fields and a perceptron of 64-32-10 (2,410",
+        "parameters; FedAvg: 9,640 each way). Limiting cases are tested to 1e-12, see",
+        "[equivalences](equivalences.md); published tables are those that `fedspan reproduce` runs the method in,",
+        "beside the printed figures.",
         "",
         "| method | paper | equations | file | kept | down | up as mean | up each | secure sum | bytes down / up |"
         " limiting cases tested | published tables |",

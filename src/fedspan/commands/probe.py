@@ -90,7 +90,7 @@ def reference() -> tuple[Task, FederatedData]:
 
 
 def traffic(name: str) -> tuple[int, int]:
-    """Bytes that one client receives and sends in its first round, with the method's defaults on the reference model."""
+    """Bytes that one client receives and sends in its first round, with default fields on the reference model."""
     method = make(name)
     payload, codecs = probe(method, *reference()), method.codecs(1)
     sizes = []

@@ -24,14 +24,14 @@ class AmhtLrs(Averaging):
 
     Symbols: U [d, r] orthonormal = the shared subspace, w [r] = coefficients, b [d] = at most `sparsity` entries of a
     client's own; the head of client i is U w_i + b_i, and theta = the body, which the paper's linear models lack, is
-    averaged after training for the run's epochs. A round: b takes `b_steps` gradient steps, after each of which
-    entries below a threshold, or not among the `sparsity` largest, become zero; the threshold starts at `threshold`
-    and falls by `shrink` with every step; then w is solved for. The server solves for U (`u_update = "solve"`), or
-    takes a gradient step of size `lr_u`, and makes it orthonormal again. Outputs are linear in b, w and U; steps are
-    those of Newton's method under a bound on the loss's curvature: for the squared error one such step is the least
-    squares of the paper (up to `ridge`, a share of the mean curvature), for cross-entropy `w_steps` lead there. Before use w is solved for anew, as U has
-    moved. Kept: w and b. Sent: theta, and the normal equations of U, K and G (r²D² numbers for D features), or the
-    factors of its gradient.
+    averaged after training for the run's epochs. A round: b takes `b_steps` gradient steps, after each of which entries
+    below a threshold, or not among the `sparsity` largest, become zero; the threshold starts at `threshold` and falls
+    by `shrink` with every step; then w is solved for. The server solves for U (`u_update = "solve"`), or takes a
+    gradient step of size `lr_u`, and makes it orthonormal again. Outputs are linear in b, w and U; steps are those of
+    Newton's method under a bound on the loss's curvature: for the squared error one such step is the least squares of
+    the paper (up to `ridge`, a share of the mean curvature), for cross-entropy `w_steps` lead there. Before use w is
+    solved for anew, as U has moved. Kept: w and b. Sent: theta, and the normal equations of U, K and G (r²D² numbers
+    for D features), or the factors of its gradient.
 
     Settled with public code of the algorithm: the order b, w, U; Δ ← Δ/2 with every step; U by its normal equations,
     then QR. The constants of its threshold are bounds on unknown quantities: here they are one number, and the cap on
@@ -186,7 +186,8 @@ class _Head:
     @property
     def steepest(self) -> Tensor:
         """The largest curvature."""
-        return torch.linalg.eigvalsh(self.gram)[-1].clamp_min(torch.finfo(self.X.dtype).tiny)
+        largest: Tensor = torch.linalg.eigvalsh(self.gram)[-1]
+        return largest.clamp_min(torch.finfo(self.X.dtype).tiny)
 
     def slope(self, head: Tensor) -> Tensor:
         """The gradient at a head."""
@@ -205,7 +206,8 @@ def _orthonormal(U: Tensor) -> Tensor:
     """Orthonormal columns that span the same, the first of them along the first."""
     Q, R = torch.linalg.qr(U)
     d = R.diagonal()
-    return Q * torch.where(d < 0, -torch.ones_like(d), torch.ones_like(d))
+    turned: Tensor = Q * torch.where(d < 0, -torch.ones_like(d), torch.ones_like(d))
+    return turned
 
 
 def _head(task: Task) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,13 +28,13 @@ class FedCollab(Sharing):
 
     Symbols: D = discriminators of all pairs of clients, d = distances d_ij, coalition = the coalition of each client,
     theta = models stacked over coalitions, n = examples of each client, C = `weight_of_samples`.
-    For `distance_rounds` two clients at a time train a small network by FedAvg to tell whose an example (x, y) is;
-    d_ij = largest sum of the two shares it gets right − 1. Coalitions then minimise the mean over clients of
-    C/√(examples of the coalition) + Σ_j (n_j/examples) d_ij: beginning alone, clients move one after another wherever
-    the bound falls most, until none does. From then on it is FedAvg inside each coalition. A pair is trained further
-    only in rounds in which both answer; who was never heard stays alone. For n clients n(n − 1)/2 networks are needed,
-    as is the paper's setting (cross-silo): at most 50 clients. Kept: id (and h, the private head if `private_head`).
-    Sent: first D and a, the shares that were right, then theta, each client's own.
+    For `distance_rounds` two clients at a time train a small network by FedAvg to tell whose an example (x, y) is; d_ij
+    = largest sum of the two shares it gets right − 1. Coalitions then minimise the mean over clients of C/√(examples of
+    the coalition) + Σ_j (n_j/examples) d_ij: beginning alone, clients move one after another wherever the bound falls
+    most, until none does. From then on it is FedAvg inside each coalition. A pair is trained further only in rounds in
+    which both answer; who never met counts as 1 apart, who was never heard stays alone. For n clients n(n − 1)/2
+    networks are needed, as is the paper's setting (cross-silo): at most 50 clients. Kept: id (and h, the private head
+    if `private_head`). Sent: first D and a, the shares that were right, then theta, each client's own.
 
     Settled with the published code: one hidden layer of 200, labels counting twice, scaled by C/√(C − 1); the search.
     There a held-out part can be used for the shares; here they are those of the training examples, its default.
@@ -73,7 +74,8 @@ class FedCollab(Sharing):
             **self.with_moments({"theta": tree.map(lambda a: a[None].clone(), theta)}, 1),
             "coalition": torch.zeros(n, dtype=torch.int64),
             "n": torch.zeros(n, dtype=torch.float64),
-            "d": torch.zeros(n, n, dtype=torch.float64),
+            "d": torch.eye(n, dtype=torch.float64) - 1,  # −1: not known
+            "key": key(federation.seed, "discriminator"),
             "settled": torch.tensor(False),
         }
 
@@ -92,7 +94,13 @@ class FedCollab(Sharing):
             theta, h = self.split(task, self.fit(task.loss, down["theta"] | client["h"], visit["train"]))
             return {**client, "h": h}, Sent(weight, each={"theta": theta})
         classes = len(task.init()[class_matrix(task, "FedCollab")])
-        D = down["D"] if "D" in down else self._drawn(visit, classes, weight.dtype)
+        if "D" in down:
+            D: Params = down["D"]
+        else:  # the server cannot know yet how large an example is
+            first = _drawn(
+                visit.common["key"], visit["train"].x[0].numel(), classes, self.distance_hidden, weight.dtype
+            )
+            D = {name: one.expand(visit.clients - 1, *one.shape) + 0 * weight for name, one in first.items()}
         side = (torch.arange(visit.clients - 1) < client["id"]).to(weight.dtype)  # 1 for the second of a pair
 
         def tell_apart(D: Params, batch: Batch) -> Tensor:
@@ -108,30 +116,15 @@ class FedCollab(Sharing):
         new: Params = sgd(tell_apart, D, visit["train"], self.lr_distance)
         return client, Sent(weight, each={"D": new, "a": right})
 
-    def _drawn(self, visit: Visit, classes: int, dtype: torch.dtype) -> Params:
-        """The discriminators before the first round: one draw, the same for all pairs and all clients."""
-        d, m, n = visit["train"].x[0].numel(), self.distance_hidden, visit.clients - 1
-        shapes = {"x": (d, m), "y": (classes, m), "b": (m,), "o": (m,), "c": ()}
-        start = {}
-        for j, (name, shape) in enumerate(shapes.items()):
-            fan = {"x": d, "y": classes, "o": m}.get(name, 0)
-            one = (
-                normal(fold(visit.common["key"], j), shape, dtype) / fan**0.5
-                if fan
-                else torch.zeros(shape, dtype=dtype)
-            )
-            start[name] = one.expand(n, *shape) + 0 * visit.examples
-        return start
-
     # ------------------------------------------------------------------------------------------------ the server
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         server = {**server, "n": server["n"].index_copy(0, round.ids, round.n.to(torch.float64))}
         if "D" in round.each:
             server = self._learn(server, round)
-            return self._settled(server, round.round) if round.round >= self.distance_rounds else server
+            return self._settled(server) if round.round >= self.distance_rounds else server
         if not bool(server["settled"]):
-            server = self._settled(server, round.round)
+            server = self._settled(server)
         here, models = server["coalition"][round.ids], int(server["coalition"].max()) + 1
         theta = cluster_mean(round.each["theta"], round.weights, here, models, server["theta"])
         live = torch.zeros(models, dtype=torch.bool).index_fill(0, here, True)
@@ -140,10 +133,12 @@ class FedCollab(Sharing):
     def _learn(self, server: Tree, round: Round) -> Tree:
         """Means over both members of each pair, and the distances they show."""
         ids, sent, n = round.ids.tolist(), round.each["D"], len(server["n"])
-        start = server.get("D") or tree.map(
-            lambda a: a[0, :1].expand(n * (n - 1) // 2, *a.shape[2:]).clone(), tree.map(torch.zeros_like, sent)
-        )
-        D, d = tree.map(torch.clone, start), server["d"].clone()
+        D: Params = server.get("D", {})
+        if not D:
+            (inputs, hidden), classes = sent["x"].shape[-2:], sent["y"].shape[-2]
+            first = _drawn(server["key"], inputs, classes, hidden, sent["x"].dtype)
+            D = {name: one.expand(n * (n - 1) // 2, *one.shape) for name, one in first.items()}
+        D, d = {name: a.clone() for name, a in D.items()}, server["d"].clone()
         at = {i: k for k, i in enumerate(ids)}
         for i in ids:
             for j in (j for j in ids if j > i):
@@ -152,22 +147,15 @@ class FedCollab(Sharing):
                     D[name][pair] = (a[p, j - 1] + a[q, i]) / 2
                 if "D" in server:  # what was sent down, of which both now say how often it was right
                     apart = float(round.each["a"][p, j - 1] + round.each["a"][q, i]) - 1
-                    d[i, j] = d[j, i] = max(float(d[i, j]), apart)
-        if "D" not in server:  # pairs that did not meet in the first round begin as drawn
-            met = {_pair(i, j, n) for i in ids for j in ids if i < j}
-            for name, a in sent.items():
-                for pair in set(range(n * (n - 1) // 2)) - met:
-                    D[name][pair] = a[0, 0]
+                    d[i, j] = d[j, i] = max(float(d[i, j]), apart, 0.0)
         return {**server, "D": D, "d": d}
 
-    def _settled(self, server: Tree, round: int) -> Tree:
-        coalition = self.coalitions(server["d"], server["n"])
-        models = {
-            "theta": tree.map(lambda a: a[:1].expand(int(coalition.max()) + 1, *a.shape[1:]).clone(), server["theta"])
-        }
+    def _settled(self, server: Tree) -> Tree:
+        coalition = self.coalitions(_known(server["d"]), server["n"])
+        count = int(coalition.max()) + 1
+        models = {"theta": tree.map(lambda a: a[:1].expand(count, *a.shape[1:]).clone(), server["theta"])}
         left = {k: v for k, v in server.items() if k not in ("D", "optimizer")}
-        return {**left, **self.with_moments(models, int(coalition.max()) + 1), "coalition": coalition,
-                "settled": torch.tensor(True)}  # fmt: skip
+        return {**left, **self.with_moments(models, count), "coalition": coalition, "settled": torch.tensor(True)}
 
     def bound(self, d: Tensor, n: Tensor, coalition: Tensor) -> float:
         """The mean over clients of C/√(examples of its coalition) + Σ_j (n_j/examples) d_ij."""
@@ -190,24 +178,38 @@ class FedCollab(Sharing):
                 coalition = coalition.index_fill(0, torch.tensor([i]), best)
             if not moved:
                 break
-        return torch.unique(coalition, return_inverse=True)[1]
+        names: dict[int, int] = {}
+        return torch.tensor([names.setdefault(c, len(names)) for c in coalition.tolist()])
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         if "theta" not in down:  # the coalitions are not settled: nobody has trained
-            return self.split(task, task.init())[0] | client["h"]
+            return {**self.split(task, task.init())[0], **client["h"]}
         return super().personal(task, client, down, visit)
 
     def size(self, server: Tree) -> float:
         """The norm of the models, on average."""
-        return (float(tree.squared_norm(server["theta"])) / (int(server["coalition"].max()) + 1)) ** 0.5
+        return math.sqrt(float(tree.squared_norm(server["theta"])) / (int(server["coalition"].max()) + 1))
 
     def monitor(self, server: Tree) -> dict[str, float]:
         """The number of coalitions and the mean distance."""
-        return {"coalitions": float(int(server["coalition"].max()) + 1), "distance": float(server["d"].mean())}
+        return {"coalitions": float(int(server["coalition"].max()) + 1), "distance": float(_known(server["d"]).mean())}
 
     def matrices(self, server: Tree) -> dict[str, Tensor]:
         """Closeness of the clients' data, 1 − d."""
-        return {"closeness": 1 - server["d"]}
+        return {"closeness": 1 - _known(server["d"])}
+
+
+def _known(d: Tensor) -> Tensor:
+    """Distances with 1, the largest, for pairs that never met."""
+    return torch.where(d < 0, torch.ones_like(d), d)
+
+
+def _drawn(k: Tensor, inputs: int, classes: int, hidden: int, dtype: torch.dtype) -> Params:
+    """A discriminator before its first step: one draw, the same for all pairs and all clients."""
+    shapes = {"x": (inputs, hidden), "y": (classes, hidden), "o": (hidden, 1)}
+    start = {name: normal(fold(k, j), s, dtype) / s[0] ** 0.5 for j, (name, s) in enumerate(shapes.items())}
+    start["o"] = start["o"][:, 0]
+    return {**start, "b": torch.zeros(hidden, dtype=dtype), "c": torch.zeros((), dtype=dtype)}
 
 
 def _discriminate(D: Params, batch: Batch, classes: int) -> Tensor:

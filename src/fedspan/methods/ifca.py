@@ -108,7 +108,7 @@ class Ifca(Sharing):
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         theta: Tree = self._choice(task, client, down, visit["all"])[1]
-        return theta | client["h"]
+        return {**theta, **client["h"]}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         return Down(shared={"theta": server["theta"]})

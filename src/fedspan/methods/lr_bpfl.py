@@ -34,8 +34,9 @@ class LrBpfl(Sharing):
     draws; with `members` = 0 means are used throughout and nothing is drawn. Kept: q (and h, the private head if
     `private_head`). Sent: theta.
 
-    Settled with the published code: the mask (not a sum with W), prior, starts, step size of q and gates; there the bias
-    is scaled with the mask, here it is not. By what rule the paper removes ranks was not: gates follow the loss alone.
+    Settled with the published code: the mask (not a sum with W), prior, starts, step size of q and gates; there the
+    bias is scaled with the mask, here it is not. By what rule the paper removes ranks was not: gates follow the loss
+    alone.
     """
 
     reference: ClassVar[str] = "Zhang et al., AISTATS 2025"
@@ -76,11 +77,12 @@ class LrBpfl(Sharing):
     def init_client(self, task: Task, who: Who) -> Tree:
         q: Tree = {}
         for j, (k, W) in enumerate(self.masked(task).items()):
-            # One draw for all, as the model that clients are given is one.
-            noise = lambda n, size, j=j, W=W: normal(key(who.seed, "mask", j, n), (self.rank, size), W.dtype)
-            for n, (name, size) in enumerate((("alpha", W.shape[1]), ("gamma", W.shape[0]))):
-                q[f"{k}.{name}_mu"] = self.rank**-0.5 + self.start_spread * noise(2 * n, size)
-                q[f"{k}.{name}_rho"] = -3 + self.start_spread * noise(2 * n + 1, size)
+            starts = (("alpha_mu", 1, self.rank**-0.5), ("alpha_rho", 1, -3.0))
+            starts += (("gamma_mu", 0, self.rank**-0.5), ("gamma_rho", 0, -3.0))
+            for n, (name, axis, centre) in enumerate(starts):
+                # One draw for all, as the model that clients are given is one.
+                noise = normal(key(who.seed, "mask", j, n), (self.rank, W.shape[axis]), W.dtype)
+                q[f"{k}.{name}"] = centre + self.start_spread * noise
             if self.adaptive_rank:
                 q[f"{k}.gate"] = torch.full((self.rank - 1,), 2.3, dtype=W.dtype)
         return {**super().init_client(task, who), "q": q}
@@ -92,10 +94,11 @@ class LrBpfl(Sharing):
         new, layers = dict(theta), list(self.masked(task))
         parts = [f"{name}.{f}" for name in layers for f in ("alpha", "gamma")]
         sizes = [q[f"{f}_mu"].numel() for f in parts]
-        # One draw for all factors: many small ones would take longer than the layers themselves.
-        noise = (
-            dict(zip(parts, normal(k, (sum(sizes),), q[f"{parts[0]}_mu"].dtype).split(sizes))) if k is not None else {}
-        )
+        noise: dict[str, Tensor] = {}
+        if k is not None:
+            # One draw for all factors: many small ones would take longer than the layers themselves.
+            whole = normal(k, (sum(sizes),), q[f"{parts[0]}_mu"].dtype)
+            noise = dict(zip(parts, torch.split(whole, sizes)))
         for name in layers:
             factors = []
             for f in ("alpha", "gamma"):
@@ -123,8 +126,8 @@ class LrBpfl(Sharing):
 
     def likelihood(self, task: Task, theta: Params, q: Params, batch: Batch) -> Tensor:
         """The loss of the average prediction over draws."""
-        keys = [fold(batch.key, 1 + s) for s in range(self.members)] or [None]
-        outputs = [task.output(self.drawn(task, theta, q, k), batch) for k in keys]
+        keys: list[Tensor | None] = [fold(batch.key, 1 + s) for s in range(self.members)]
+        outputs = [task.output(self.drawn(task, theta, q, k), batch) for k in keys or [None]]
         return batch.mean(task.example_loss(_average(task, outputs), batch.y))
 
     # ------------------------------------------------------------------------------------------------ rounds and use
@@ -150,8 +153,8 @@ class LrBpfl(Sharing):
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         theta, q = self.whole(client, down), client["q"]
-        keys = [fold(visit.key, s) for s in range(self.members)] or [None]
-        models = [self.drawn(task, theta, q, k) for k in keys]
+        keys: list[Tensor | None] = [fold(visit.key, s) for s in range(self.members)]
+        models = [self.drawn(task, theta, q, k) for k in keys or [None]]
         if "all" in visit.batches:
             models = [task.estimate_statistics(m, visit["all"]) for m in models]
         return models[0] if not self.members else {str(s): m for s, m in enumerate(models)}

@@ -22,10 +22,10 @@ class PFedSim(Sharing):
 
     Symbols: theta = the global model during `warmup_rounds` of FedAvg (the paper's ρT), then the clients' bodies φ_i on
     the server and a mixture Σ_j a_ij φ_j on the way down; h = classifiers ω_i; S = similarities s_ij, the mean over
-    classes of the cosine between classifier rows, not below 0, known for clients that reported in one round.
-    a_ij ∝ −log(1 − s_ij), the own similarity set to 0.9999. When the warm-up ends all clients are told its classifier.
-    With `private_head` classifiers are never averaged, not even in the warm-up, which alone has a server optimiser. Kept: h. Sent: theta during the
-    warm-up, then theta and h, each client's own.
+    classes of the cosine between classifier rows, not below 0, known for clients that reported in one round. a_ij ∝
+    −log(1 − s_ij), the own similarity set to 0.9999. When the warm-up ends all clients are told its classifier. With
+    `private_head` classifiers are never averaged, not even in the warm-up, which alone has a server optimiser. Kept: h.
+    Sent: theta during the warm-up, then theta and h, each client's own.
     """
 
     reference: ClassVar[str] = "Tan et al., 2023"
