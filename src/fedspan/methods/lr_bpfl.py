@@ -77,8 +77,8 @@ class LrBpfl(Sharing):
     def init_client(self, task: Task, who: Who) -> Tree:
         q: Tree = {}
         for j, (k, W) in enumerate(self.masked(task).items()):
-            starts = (("alpha_mu", 1, self.rank**-0.5), ("alpha_rho", 1, -3.0))
-            starts += (("gamma_mu", 0, self.rank**-0.5), ("gamma_rho", 0, -3.0))
+            middle = self.rank**-0.5
+            starts = [("alpha_mu", 1, middle), ("alpha_rho", 1, -3.0), ("gamma_mu", 0, middle), ("gamma_rho", 0, -3.0)]
             for n, (name, axis, centre) in enumerate(starts):
                 # One draw for all, as the model that clients are given is one.
                 noise = normal(key(who.seed, "mask", j, n), (self.rank, W.shape[axis]), W.dtype)
