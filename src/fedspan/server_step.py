@@ -69,8 +69,9 @@ def _adaptive(
         s = tree.map(lambda a, b: a - (1 - beta2) * b * b * torch.sign(a - b * b), state["s"], g)
     else:
         s = tree.map(lambda a, b: a + b * b, state["s"], g)
-    one = 1 - beta1**steps if corrected else torch.ones_like(steps)
-    two = 1 - beta2**steps if corrected and rule == "adam" else torch.ones_like(steps)
+    t = steps.to(torch.float64)
+    one = 1 - beta1**t if corrected else torch.ones_like(t)
+    two = 1 - beta2**t if corrected and rule == "adam" else torch.ones_like(t)
 
     def move(a: Tensor, b: Tensor) -> Tensor:
         p, q = (w.reshape(*w.shape, *[1] * (a.ndim - w.ndim)).to(a.dtype) for w in (one, two))
