@@ -107,6 +107,13 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("fedhm", {"rho": (1.0, 3.0), "keep_full_rank_history": True, "weight_decay": 0.01, "momentum": 0.5}),
     ("fedlmt", {"rho": 3.0, "weight_decay": 0.01, "private_head": True}),
     ("feddlr", {"energy": 0.9}),
+    ("fedara", {"ratio": (1.0, 0.5), "lam": 1.0, "warmup": 1}),
+    (
+        "fedara",
+        {"layer_sets": (("0",), ("0", "2")), "ratio": 0.5, "lam": 0.1, "fac_reduction": "sum", "warmup": 2}
+        | {"rho_rule": "whole", "weight_decay": 0.01, "momentum": 0.5, "watch": True},
+    ),
+    ("fedara-star", {"lam": 1.0}),
 ]
 ROWS = pytest.mark.parametrize(
     ("name", "fields"), TABLE, ids=[f"{n}-{'-'.join(map(str, f.values())) or 'default'}" for n, f in TABLE]
@@ -131,7 +138,7 @@ UNTUNED = {"fedbabu": {"finetune_epochs": 0}, "pfedfda": {"beta": 0.0}}
 
 
 # Methods that send an approximation of their model, so that it changes without any training.
-TRUNCATING = {"fedhm", "feddlr"}
+TRUNCATING = {"fedhm", "feddlr", "fedara", "fedara-star"}
 
 
 def test_every_registered_method_is_in_the_table() -> None:

@@ -96,7 +96,8 @@ class Engine:
                     for name, values in task.measures(output, batch.y).items():
                         total[name] = total.get(name, 0.0) + (values * batch.w).sum()
                     total["n"] = total["n"] + batch.w.sum()
-            return total
+            seen = self.method.observe(client).items()
+            return total | {name: value.to(self.dtype) * total["n"] for name, value in seen}
 
         kept = [i for i in ids if len(getattr(self.data, part)[i])]
         if not kept:

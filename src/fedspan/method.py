@@ -197,6 +197,10 @@ class Method:
         """Numbers about the server's state worth a curve; asked for whenever the run is evaluated."""
         return {}
 
+    def observe(self, client: Tree) -> Mapping[str, Tensor]:
+        """Numbers about one client's own state worth a curve. They are not sent: only a simulation can show them."""
+        return {}
+
     def matrices(self, server: Tree) -> dict[str, Tensor]:
         """Matrices over the clients (likeness) worth keeping at every evaluation of runs with up to 100 clients."""
         return {}

@@ -13,6 +13,7 @@ from fedspan.methods.ditto import Ditto
 from fedspan.methods.factorized_fl import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal
 from fedspan.methods.fedala import FedAla
 from fedspan.methods.fedalt import FedAlt, FedSim
+from fedspan.methods.fedara import FedAra, FedAraStar
 from fedspan.methods.fedas import FedAs
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
@@ -78,6 +79,8 @@ METHODS: dict[str, type[Method]] = {
     "fedhm": FedHM,
     "fedlmt": FedLMT,
     "feddlr": FedDLR,
+    "fedara": FedAra,
+    "fedara-star": FedAraStar,
 }
 
 
@@ -108,6 +111,8 @@ __all__ = [
     "FactorizedLocal",
     "FedAla",
     "FedAlt",
+    "FedAra",
+    "FedAraStar",
     "FedAs",
     "FedAvg",
     "FedBabu",
