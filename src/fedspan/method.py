@@ -185,6 +185,14 @@ class Method:
         """The weights a client predicts with; may fit on the streams of `personal_plan`."""
         raise TypeError(f"{type(self).__name__}: personal must be defined.")
 
+    def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
+        """What `personal` uses in the place of the download right after local training, before the server answers.
+
+        The download itself, where a client's model is in its own state; methods whose model is in part the download
+        put what the client made of it there.
+        """
+        return down
+
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         """Outputs for inputs `x` from what `personal` returned."""
         return task.predict(personal, x)
@@ -347,6 +355,13 @@ class Sharing(Averaging):
         """All parameters of a client's model."""
         params: Params = down["theta"] | client["h"]
         return params
+
+    def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
+        """The client's own upload, as far as it is of the download's form, or can be brought into it by `lift`."""
+        own = {**sent.mean, **sent.each}
+        if not down.keys() <= own.keys():
+            own |= self.lift(sent.mean, down, capacity)
+        return {k: own.get(k, v) for k, v in down.items()}
 
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
         """One pass over the training data where statistics must be re-estimated."""

@@ -288,17 +288,25 @@ class Simulation:
             size = min(len(chosen), self.settings.evaluate_clients)
             chosen = sorted(rng.choice(chosen, size, replace=False).tolist())
         sizes: Counter[str] = Counter()
-        part = getattr(self.data, self.settings.evaluate_part)
-        jobs = self._jobs("evaluate", t, chosen, sizes, {i: len(part[i]) for i in chosen})
-        sums: dict[str, dict[int, float]] = {}
-        for job, (_, data) in zip(jobs, self.pool.run(jobs)):
-            for name, values in data["sums"].items():
-                sums.setdefault(name, {}).update(zip(job.meta["ids"], values.tolist()))
-        clients = evaluate.per_client({k: np.array([v.get(i, 0.0) for i in chosen]) for k, v in sums.items()})
+        clients = self._judge("evaluate", t, chosen, sizes)
+        if self.settings.evaluate_after:  # the local round that would come next; its download is the one just counted
+            after = self._judge("after", t + 1, chosen, Counter())
+            clients |= {f"{k}_after": v for k, v in after.items() if k != "n"}
         found = {k: v for k, v in evaluate.summarise(clients).items() if v}
         if not all(math.isfinite(x) for v in found.values() for x in v.values()):
             raise Divergence(f"Simulator: evaluation after round {t} gave NaN or infinity; {self._advice()}")
         return {"id": list(map(float, chosen)), **clients}, found, sum(sizes.values())
+
+    def _judge(self, do: str, t: int, chosen: list[int], sizes: Counter[str]) -> dict[str, list[float | None]]:
+        """Per-client measures of the models that clients use, or have after a local round of their own."""
+        part = getattr(self.data, self.settings.evaluate_part)
+        load = self.data.train if do == "after" else part
+        jobs = self._jobs(do, t, chosen, sizes, {i: len(load[i]) for i in chosen})
+        sums: dict[str, dict[int, float]] = {}
+        for job, (_, data) in zip(jobs, self.pool.run(jobs)):
+            for name, values in data["sums"].items():
+                sums.setdefault(name, {}).update(zip(job.meta["ids"], values.tolist()))
+        return evaluate.per_client({k: np.array([v.get(i, 0.0) for i in chosen]) for k, v in sums.items()})
 
     # ------------------------------------------------------------------------------------------------ in the workers
 
@@ -306,8 +314,9 @@ class Simulation:
         """One chunk of clients; runs in a worker process (or in this one)."""
         capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
         args = (capacity, t, ids, data["rows"], broadcast["shared"], data["own"], broadcast["common"])
-        if meta["do"] == "evaluate":
-            return {}, {"sums": self.engine.evaluate(*args, self.settings.evaluate_part)}
+        if meta["do"] in ("evaluate", "after"):
+            after = meta["do"] == "after"
+            return {}, {"sums": self.engine.evaluate(*args, part=self.settings.evaluate_part, after=after)}
         answer = self.engine.update(*args)
         if not (tree.all_finite(answer.rows) and tree.all_finite(answer.sent)):
             parts = [(i, tree.take((answer.rows, answer.sent), k)) for k, i in enumerate(ids)]
@@ -381,7 +390,7 @@ class Simulation:
             method=name_of(self.method),
             seed=self.seed,
             rounds=p.round,
-            accuracy=self._protocols(found.get("accuracy", {})),
+            accuracy=self._protocols(found),
             measures=found,
             per_client=clients,
             bytes={**{k: p.totals[k] for k in ("up", "down", "announce", "evaluate", "meta")}, "names": names},
@@ -400,10 +409,12 @@ class Simulation:
             result.write(self.out)
         return result
 
-    def _protocols(self, accuracy: dict[str, float]) -> dict[str, float]:
+    def _protocols(self, found: dict[str, dict[str, float]]) -> dict[str, float]:
         """The last evaluation, with what other protocols would report beside it."""
-        lines = self.record.lines
+        lines, accuracy = self.record.lines, found.get("accuracy", {})
         others = {"last5": evaluate.last(lines), "best": evaluate.best(lines)} if accuracy else {}
+        if "accuracy_after" in found:
+            others |= {"after": found["accuracy_after"]["mean"], "best_after": evaluate.best(lines, "accuracy_after")}
         return {**accuracy, **{k: v for k, v in others.items() if v is not None}}
 
 
