@@ -110,7 +110,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("fedara", {"ratio": (1.0, 0.5), "lam": 1.0, "warmup": 1}),
     (
         "fedara",
-        {"layer_sets": (("0",), ("0", "2")), "ratio": 0.5, "lam": 0.1, "fac_reduction": "sum", "warmup": 2}
+        {"layer_sets": ("0", "0+2"), "ratio": 0.5, "lam": 0.1, "fac_reduction": "sum", "warmup": 2}
         | {"rho_rule": "whole", "weight_decay": 0.01, "momentum": 0.5, "watch": True},
     ),
     ("fedara-star", {"lam": 1.0}),

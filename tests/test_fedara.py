@@ -22,9 +22,9 @@ from conftest import finished as run
 from fedspan import lowrank, tree
 from fedspan.aggregate import weighted_mean
 from fedspan.batches import Batch, Batches
-from fedspan.capacity import LEVELS
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
+from fedspan.levels import LEVELS
 from fedspan.local import gradient
 from fedspan.methods import FedAra, FedAraStar, FedHM, FedPer, make
 from fedspan.models import build
@@ -65,6 +65,21 @@ def test_with_shared_heads_and_without_anchors_it_is_fedhm() -> None:
     whole = FedAra(ratio=(1.0, 0.5), rank_rule="out_channels", lam=0.0, rho=0.025, rho_rule="whole", **same, **STEPS)
     assert_close(a.record.server, run(whole, "cnn").record.server)
     assert FedAra(rho_rule="whole", rho=0.1).decays() == (0.2, 0.0)
+
+
+def test_a_decay_in_every_third_step_is_the_same_to_first_order() -> None:
+    """One epoch of three steps; lr² and rho² apart."""
+    data = make_data(clients=1, equal=True)
+    gaps, moved = [], []
+    for lr in (1e-2, 1e-3):
+        weights = []
+        for rho, every in ((0.5, 1), (0.5, 3), (0.0, 1)):
+            method = FedAra(ratio=0.5, lam=0.0, rho=rho, decay_every=every, lr=lr)
+            sim = run(method, data=data, rounds=1, epochs=1, batch_size=4, participation=1.0)
+            weights.append(sim.record.server["W"]["2.weight"])
+        gaps.append(float((weights[0] - weights[1]).norm()))
+        moved.append(float((weights[0] - weights[2]).norm()))
+    assert gaps[1] < 0.02 * gaps[0] and moved[1] > 0.05 * moved[0] and gaps[0] < 0.1 * moved[0]
 
 
 def test_full_rank_without_local_steps_returns_the_extractor() -> None:
@@ -199,8 +214,8 @@ def test_a_client_without_weight_and_a_rotation_change_nothing() -> None:
 
 
 def test_clients_may_decompose_different_layers() -> None:
-    method = FedAra(ratio=(0.5, 0.5, 0.25), layer_sets=(("hidden",), ("conv", "hidden"), ()), lam=1.0, warmup=1)
-    assert len(method.capacities()) == 3 and method.capacity_of(2) == (0.25, ())
+    method = FedAra(ratio=(0.5, 0.5, 0.25), layer_sets=("hidden", "conv+hidden", ""), lam=1.0, warmup=1)
+    assert len(method.capacities()) == 3 and method.capacity_of(2) == (0.25, "")
     a = run(method, "cnn", participation=1.0, mapping="loop")
     assert_close(a.record.server, run(method, "cnn", participation=1.0, mapping="vmap").record.server)
     down = [method.download(a.record.server, torch.tensor([i]), method.capacity_of(i), 1).shared for i in range(3)]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from fedspan.capacity import Devices, assign
 from fedspan.config_sections import DataConfig, ModelConfig, PartitionConfig, known_shape
 from fedspan.config_types import build_dataclass
 from fedspan.data import FederatedData, Source, load, partition
@@ -42,6 +43,7 @@ class RunConfig:
     method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
     train: Settings = field(default_factory=Settings)
+    devices: Devices = field(default_factory=Devices)
 
     def __post_init__(self) -> None:
         safe_name(self.name, "Config: name")
@@ -105,9 +107,10 @@ class RunConfig:
                 "method": self.method,
                 "methods": self.methods,
                 "train": dataclasses.asdict(self.train),
+                "devices": plain(dataclasses.asdict(self.devices)) if self.devices != Devices() else {},
             }
         )
-        for table, key in ((values["data"], "columns"), (values, "methods")):
+        for table, key in ((values["data"], "columns"), (values, "methods"), (values, "devices")):
             if not table[key]:
                 del table[key]
         return values
@@ -145,7 +148,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     for key in values:
         if key not in known:
             raise ConfigError(f"Config: unknown key '{key[:60]}'.{nearest(key[:60], known)}")
-    for key in ("data", "partition", "model", "method", "methods", "train"):
+    for key in ("data", "partition", "model", "method", "methods", "train", "devices"):
         if not isinstance(values.setdefault(key, {}), dict):
             raise ConfigError(f"Config: {key} must be a section ([{key}]). Got {short(values[key])}.")
     if not isinstance(values["name"], str):
@@ -160,11 +163,12 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         raise ConfigError(f"Method: name must be a text. Got {short(values['method']['name'])}.")
     values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
     return RunConfig(
-        **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train")},
+        **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices")},
         data=build_dataclass(DataConfig, values["data"], "Data"),
         partition=_open_ended(PartitionConfig, values["partition"], "Partition"),
         model=_open_ended(ModelConfig, values["model"], "Model"),
         train=build_dataclass(Settings, values["train"], "Train"),
+        devices=build_dataclass(Devices, values["devices"], "Devices"),
     )
 
 
@@ -231,4 +235,6 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     task = Task(
         lambda: config.model.module(shape, outputs), kind, head=config.model.head, dtype=dtype, seed=config.seed
     )
+    if config.devices.limited:
+        method, _ = assign(method, task, data.to(dtype), config.devices, config.train)
     return method, task, data

@@ -28,16 +28,12 @@ def build_dataclass(cls: type[T], values: Mapping[str, Any], who: str) -> T:
         if name not in known:
             raise ConfigError(f"{who}: unknown key '{name}'.{nearest(name, known)}")
         if isinstance(value, list):  # TOML has lists only; fields of frozen dataclasses are tuples
-            value = _tuples(value)
+            value = tuple(value)
         try:
             checked[name] = TypeAdapter(hints[name], config=ConfigDict(strict=True)).validate_python(value)
         except ValidationError:
             raise ConfigError(f"{who}: {name} must be {say(hints[name])}. Got {value!r}.") from None
     return cls(**checked)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def say(hint: Any) -> str:

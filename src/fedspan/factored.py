@@ -90,7 +90,17 @@ class Truncating(Annealed):
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(Truncating):
-    """A client trains factors U and V, with a decay of their product."""
+    """A client trains factors U and V, with a decay of their product.
+
+    ‖U Vᵀ‖² takes r²(m + n) products, more than the layer itself for a minibatch smaller than the rank. With
+    `decay_every` = k it is taken in every k-th step, k times as strong: the same decay to first order in lr.
+    """
+
+    decay_every: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.count("decay_every", 1)
 
     def decays(self) -> tuple[float, float]:
         """λ in λ/2 ‖U Vᵀ‖² of the factors, and in λ/2 ‖p‖² of all other parameters; both 0: the optimiser's own."""
@@ -107,14 +117,15 @@ class Factored(Truncating):
 
     def decayed(self, task: Task, loss: Loss) -> Loss:
         """A loss with the decay of the products, and of all other parameters."""
-        product, rest = self.decays()
+        (product, rest), every = self.decays(), self.decay_every
         pairs = [(part(k, "U"), part(k, "V")) for k in structured(task.module)] if product else []
         factors = {part(k, f) for k in structured(task.module) for f in "UV"}
         others = [k for k in task.names if k not in factors] if rest else []
 
         def total(p: Params, batch: Batch) -> Tensor:
-            far = product / 2 * sum(lowrank.squared_product(p[u], p[v]) for u, v in pairs)
-            far = far + rest / 2 * sum(p[k].square().sum() for k in others)
+            far = rest / 2 * sum(p[k].square().sum() for k in others)
+            if batch.step % every == 0:
+                far = far + every * product / 2 * sum(lowrank.squared_product(p[u], p[v]) for u, v in pairs)
             # An empty slot in a mapped run is no step: the decay must vanish with the batch.
             return loss(p, batch) + far * batch.live
 

@@ -154,6 +154,10 @@ class Method:
         """What a client can afford; None where all are alike."""
         return None
 
+    def with_ratios(self, ratios: tuple[float, ...]) -> Method | None:
+        """The same method with these rank ratios for its clients, in turn; None where clients have no ranks."""
+        return None
+
     def init_server(self, task: Task, federation: Federation) -> Tree:
         """The server's state before the first round."""
         raise TypeError(f"{type(self).__name__}: init_server must be defined.")

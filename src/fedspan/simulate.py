@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fedspan import __version__, evaluate, tree, wire
 from fedspan.aggregate import Mean, weighted_sum
+from fedspan.capacity import Clock, Devices, largest, measure
 from fedspan.classes import class_matrix
 from fedspan.config_types import build_dataclass
 from fedspan.data.federated import FederatedData
@@ -51,6 +52,7 @@ class Simulation:
         out: the run directory; a run found there is resumed, unless `fresh`.
         config: the configuration to keep with the results.
         read_only: only look at a run that is there; nothing is locked or written.
+        devices: what clients would compute with; rounds are then timed as if on them (`clock` in the history).
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Simulation:
         fresh: bool = False,
         config: dict[str, Any] | None = None,
         read_only: bool = False,
+        devices: Devices | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -91,8 +94,13 @@ class Simulation:
         if self.record.resumed:
             done = self.record.progress.round
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
+        self.clock: Clock | None = None
+        if devices is not None and devices.timed:
+            cost = lambda i: measure(self.method, task, self.data, largest(self.data, self.method, i), s)
+            self.clock = Clock(devices, cost, self.capacity)
         self.pool = Pool(self._handle, 1)
         self._busy = False
+        self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
         self._last: tuple[dict[str, list[float | None]], dict[str, Any], int] | None = None
 
     @property
@@ -197,8 +205,10 @@ class Simulation:
         sizes: Counter[str] = Counter()
         rows: list[tuple[Capacity, list[int], Tree, Tree]] = []
         mean, each, weights = Mean(), {}, {}
+        up: Counter[Capacity] = Counter()
         for job, meta, answer in self._train(t, going, lost, sizes):
             capacity = self.capacities[job.meta["capacity"]]
+            up[capacity] += sum(meta["bytes"].values())
             rows.append((capacity, job.meta["ids"], job.data["rows"], answer["rows"]))
             if meta["answered"]:
                 mean.add(answer["mean"], sum(meta["weights"]))
@@ -235,7 +245,18 @@ class Simulation:
         total |= {"announce": told, "meta": 8 * len(ids)}  # meta: the weight of each upload
         r.progress.totals.update(total)
         r.progress.names.update(sizes)
-        return {"round": t, "sampled": len(sampled), "answered": len(ids), "skipped": skipped, "bytes": total}
+        line = {"round": t, "sampled": len(sampled), "answered": len(ids), "skipped": skipped, "bytes": total}
+        return line if self.clock is None else {**line, "clock": self._time(self.clock, going, weights, up)}
+
+    def _time(self, clock: Clock, going: list[int], weights: dict[int, float], up: Counter[Capacity]) -> dict[str, Any]:
+        """How long the round would have taken on the clients' devices: seconds, since the start, and who was last."""
+        since = self.record.lines[-1]["clock"]["total"] if self.record.lines else 0.0
+        if not going:
+            return {"seconds": 0.0, "total": since, "slowest": None}
+        heard = Counter(self.capacity[i] for i in weights)
+        sent = {c: self._down[c] + up[c] / max(1, heard[c]) for c in {self.capacity[i] for i in going}}
+        seconds, last = clock.round({i: len(self.data.train[i]) for i in going}, sent)
+        return {"seconds": seconds, "total": since + seconds, "slowest": last}
 
     def _train(self, t: int, ids: list[int], lost: set[int], sizes: Counter[str]) -> Iterator[tuple[Job, Meta, Tree]]:
         """Run `client_update` for all of `ids`; yields chunks in a fixed order, whatever the workers do."""
@@ -273,10 +294,12 @@ class Simulation:
         more: dict[str, Tensor] = {}
         if codecs.keys() & own.keys():
             own, more = torch.func.vmap(lambda row: wire.roundtrip(row, codecs))(own)
-        for name, n in wire.count(shared, coded).items():
+        alike, single = wire.count(shared, coded), wire.count(own, {k: v.sum() for k, v in more.items()})
+        for name, n in alike.items():
             sizes[f"down/{name}"] += n * len(ids)
-        for name, n in wire.count(own, {k: v.sum() for k, v in more.items()}).items():
+        for name, n in single.items():
             sizes[f"down/{name}"] += n
+        self._down[self.capacities[c]] = sum(alike.values()) + sum(single.values()) / len(ids)
         self.pool.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
         return own
 

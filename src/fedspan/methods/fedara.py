@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fedspan import lowrank, tree
 from fedspan.batches import All, Amount, Batch, Batches, Epochs
-from fedspan.capacity import LEVELS
 from fedspan.classes import class_matrix, class_means
 from fedspan.errors import ConfigError, nearest
 from fedspan.factored import Reconstructing, factors, layer_of
 from fedspan.layers import Plain
+from fedspan.levels import LEVELS
 from fedspan.local import Loss
 from fedspan.method import Capacity, Sent, Visit, Who
 from fedspan.task import Task
@@ -31,7 +31,7 @@ class FedAra(Reconstructing):
     θ_k, the personal classifier; lam = λ, rho = ρ. Clients take the entries of `ratio` in turn (or those of a list of
     `fedspan.capacity.LEVELS`, by its name); 1 is dense. Ranks are r_k·min(m, n) of an m × n matrix, or r_k·outputs
     (`rank_rule`); kernels are read as o·k × i·k. Decomposed are `layers` ("main": the fewest that hold 80 % of the
-    extractor, not the first convolution), or per client, in turn, those of `layer_sets`. A client minimises
+    extractor, not the first convolution), or per client, in turn, those of `layer_sets` ("fc1+fc2"). A client minimises
     CE + λ_t·(distance of features to the anchor of their class) + ρ/2 ‖U Vᵀ‖² (`rho_rule`: or ρ); anchors are class
     means under the extractor as received; λ_t is 0 in round 1 and reaches λ after `warmup` more.
 
@@ -47,7 +47,7 @@ class FedAra(Reconstructing):
 
     private_head: bool = True
     layers: Literal["all", "body", "large", "main"] | tuple[str, ...] = "main"
-    layer_sets: tuple[tuple[str, ...], ...] = ()
+    layer_sets: tuple[str, ...] = ()
     ratio: float | str | tuple[float, ...] = 1.0
     rank_rule: Literal["min_dim", "out_channels"] = "min_dim"
     allow_larger: bool = False
@@ -82,11 +82,14 @@ class FedAra(Reconstructing):
             return LEVELS[self.ratio]
         return self.ratio if isinstance(self.ratio, tuple) else (self.ratio,)
 
+    def with_ratios(self, ratios: tuple[float, ...]) -> FedAra:
+        return replace(self, ratio=ratios)
+
     def capacity_of(self, client: int) -> Capacity:
         """r_k, with Q_k if there are several; None where all are alike."""
         return self._affords(client) if len(self.capacities()) > 1 else None
 
-    def _affords(self, client: int) -> float | tuple[float, tuple[str, ...]]:
+    def _affords(self, client: int) -> float | tuple[float, str]:
         ratio = lowrank.turn(self.ratios, client)
         return (ratio, lowrank.turn(self.layer_sets, client)) if self.layer_sets else ratio
 
@@ -99,13 +102,14 @@ class FedAra(Reconstructing):
         found: Any = self._affords(0) if capacity is None else capacity
         ratio, mine = found if isinstance(found, tuple) else (found, None)
         r = float(ratio)
-        if (r == 1 and not self.allow_larger) or (mine is not None and not (mine and layer.startswith(mine))):
+        dense = mine is not None and not any(layer.startswith(name) for name in _names(mine))
+        if dense or (r == 1 and not self.allow_larger):
             return None
         full = lowrank.full_rank(shape)
         return min(max(1, round(r * (full if self.rank_rule == "min_dim" else shape[0]))), full)
 
     def size_of(self, layer: Plain) -> int:
-        ranks = [self.rank_at("", layer.weight.shape, r) for r in self.ratios]
+        ranks = [self.rank_at("", layer.weight.shape, r) for r in self.ratios]  # only asked without layer_sets
         return max((factors(layer, r) for r in ranks if r is not None), default=0)
 
     def chosen(self, task: Task) -> dict[str, Plain]:
@@ -114,7 +118,7 @@ class FedAra(Reconstructing):
             return {}
         if not self.layer_sets:
             return super().chosen(task)
-        names = tuple(dict.fromkeys(name for names in self.layer_sets for name in names))
+        names = tuple(dict.fromkeys(name for names in self.layer_sets for name in _names(names)))
         return self.among(task, names) if names else {}
 
     def ranks(self, task: Task, capacity: Capacity) -> dict[str, int]:
@@ -214,3 +218,8 @@ class FedAraStar(FedAra):
     """
 
     ratio: float | str | tuple[float, ...] = 0.5
+
+
+def _names(joined: str) -> list[str]:
+    """The layers of a set like "fc1+fc2"; an empty one decomposes nothing."""
+    return [name for name in joined.split("+") if name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -88,6 +88,9 @@ class FedHM(Reconstructing, Shrunk):
         if self.temperature is None:
             return super().weigh(visit)
         return torch.full_like(visit.examples, math.exp(-self.rho_of(visit.capacity) / self.temperature))
+
+    def with_ratios(self, ratios: tuple[float, ...]) -> FedHM:
+        return replace(self, rho=tuple(1 / r for r in ratios))
 
     def capacity_of(self, client: int) -> Capacity:
         """ρ of a client, if clients differ in it."""
