@@ -50,7 +50,10 @@ def test_a_smaller_rank_costs_less() -> None:
     once = 3 * 2 * 12**2 * 80
     assert [round(4 * (c.flops - found[1].flops)) for c in decayed] == [2 * once, once]
     # Coded parts are counted as they travel.
-    assert measure(FedKd(energy_start=0.3), wide(), make_data(), 3, TRAIN).up < measure(FedAvg(), wide(), make_data(), 3, TRAIN).up
+    assert (
+        measure(FedKd(energy_start=0.3), wide(), make_data(), 3, TRAIN).up
+        < measure(FedAvg(), wide(), make_data(), 3, TRAIN).up
+    )
 
 
 def test_every_client_gets_the_largest_rank_it_can_afford() -> None:

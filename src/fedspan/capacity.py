@@ -15,7 +15,7 @@ from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.levels import LEVELS
-from fedspan.method import Capacity, Method
+from fedspan.method import Capacity, Method, capacity_in
 from fedspan.settings import Settings
 from fedspan.task import Task
 from fedspan.trial import try_round
@@ -147,10 +147,11 @@ def assign(
             given.append(r)
         method = method.with_ratios(tuple(given)) or method
     choices = []
+    capacities = [capacity_in(method, task, i) for i in range(data.clients)]
     for i in range(data.clients):
-        label: Any = given[i] if given is not None else ("as it is", method.capacity_of(i))
+        label: Any = given[i] if given is not None else ("as it is", capacities[i])
         if label not in known:
-            known[label] = measure(method, task, data, largest(data, method, i), settings)
+            known[label] = measure(method, task, data, largest(data, capacities, i), settings)
         cost = known[label]
         seconds = _seconds(devices, i, cost, len(data.train[i]))
         fits = devices.fits(i, seconds, cost.memory)
@@ -160,10 +161,9 @@ def assign(
     return method, choices
 
 
-def largest(data: FederatedData, method: Method | None = None, like: int = 0) -> int:
-    """The client with most examples, of those with the capacity of `like` if a method is given."""
-    wanted = None if method is None else method.capacity_of(like)
-    able = [i for i in range(data.clients) if method is None or method.capacity_of(i) == wanted]
+def largest(data: FederatedData, capacities: Sequence[Capacity] = (), like: int = 0) -> int:
+    """The client with most examples, of those with the capacity of `like` if capacities are given."""
+    able = [i for i in range(data.clients) if not capacities or capacities[i] == capacities[like]]
     return max(able, key=lambda i: len(data.train[i]))
 
 
@@ -196,11 +196,11 @@ class Clock:
         return max(times)
 
 
-class Peak(TorchDispatchMode):
+class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most bytes that tensors made inside held at one time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._live: dict[int, int] = {}
 

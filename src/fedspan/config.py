@@ -56,8 +56,9 @@ class RunConfig:
             self.only(name)
         known = known_shape(self.data)
         if known is not None:
-            with torch_seed(0):
-                self.model.module(*known)
+            for kind in self.model.kinds or (self.model.kind,):
+                with torch_seed(0):
+                    self.model.module(*known, kind)
 
     def _check_data(self) -> None:
         at_most = min(_EXAMPLES.get(self.data.source, 2**31), self.data.limit or 2**31)
@@ -87,6 +88,9 @@ class RunConfig:
                 f"Method {name}: the partition must know the groups of its clients ({', '.join(_GROUPED)})."
                 f" Got '{self.partition.kind}'."
             )
+        if self.model.kinds and not method.any_model:
+            able = ", ".join(k for k, c in METHODS.items() if c.any_model)
+            raise ConfigError(f"Method {name}: all clients must have models of one kind. Got model.kinds; use {able}.")
         return method
 
     def resolve(self, name: str | None = None, compared: Iterable[str] = (), seed: int | None = None) -> RunConfig:
@@ -98,6 +102,8 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values in the layout of the file; what is not set is left out."""
         part, model = dataclasses.asdict(self.partition), dataclasses.asdict(self.model)
+        if not self.model.kinds:
+            del model["kinds"]
         values = plain(
             {
                 **{k: getattr(self, k) for k in ("name", "seed", "rounds")},
@@ -231,10 +237,14 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     shape, outputs = tuple(data.x.shape[1:]), data.classes or 1
     dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
     kind: Literal["classification", "regression"] = "classification" if data.classes is not None else "regression"
-    # Task seeds torch with (seed, "init") around this function, so that the weights depend on nothing else.
-    task = Task(
-        lambda: config.model.module(shape, outputs), kind, head=config.model.head, dtype=dtype, seed=config.seed
-    )
+
+    def of(name: str) -> Task:
+        # Task seeds torch with (seed, "init") around this function, so that the weights depend on nothing else.
+        build = lambda: config.model.module(shape, outputs, name)
+        return Task(build, kind, head=config.model.head, dtype=dtype, seed=config.seed)
+
+    kinds = config.model.kinds
+    task = Task.family({name: of(name) for name in kinds}, kinds) if kinds else of(config.model.kind)
     if config.devices.limited:
         method, _ = assign(method, task, data.to(dtype), config.devices, config.train)
     return method, task, data

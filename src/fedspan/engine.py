@@ -59,7 +59,10 @@ class Engine:
     def model(self, capacity: Capacity) -> Task:
         """The task as the method trains it at one capacity, built once."""
         if capacity not in self._models:
-            self._models[capacity] = self.method.model(self.task, capacity)
+            if self.task.kinds:
+                self._models[capacity] = self.method.model(self.task.kinds[str(capacity)], None)
+            else:
+                self._models[capacity] = self.method.model(self.task, capacity)
         return self._models[capacity]
 
     def update(

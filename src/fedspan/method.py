@@ -122,6 +122,8 @@ class Method:
     reference: ClassVar[str] = ""
     needs_groups: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
+    any_model: ClassVar[bool] = False
+    """Whether clients may have models of different kinds, with heads of one shape."""
 
     @property
     def weight(self) -> Literal["samples", "one", "own"]:
@@ -234,6 +236,12 @@ class Method:
     def hear(self, common: Tree, news: Tree) -> Tree:
         """The common state after the news."""
         return common
+
+
+def capacity_in(method: Method, task: Task, client: int) -> Capacity:
+    """What tells a client's shapes from others': its kind of model, or what the method says it can afford."""
+    kind = task.kind_of(client)
+    return method.capacity_of(client) if kind is None else kind
 
 
 @dataclass(frozen=True, kw_only=True)

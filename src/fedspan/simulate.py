@@ -30,7 +30,7 @@ from fedspan.config_types import build_dataclass
 from fedspan.data.federated import FederatedData
 from fedspan.engine import Engine, choose_mapping, chunk_size
 from fedspan.errors import ConfigError, Divergence
-from fedspan.method import Capacity, Federation, Method, Round
+from fedspan.method import Capacity, Federation, Method, Round, capacity_in
 from fedspan.methods import name_of
 from fedspan.pool import Job, Meta, Pool
 from fedspan.randomness import generator
@@ -82,7 +82,7 @@ class Simulation:
         steps = s.epochs * (1.0 if size is None else math.ceil(float(np.mean(self.data.sizes)) / size))
         self.mapping = choose_mapping(task, s.mapping, steps)
         self.engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping)
-        self.capacity = tuple(method.capacity_of(i) for i in range(self.data.clients))
+        self.capacity = tuple(capacity_in(method, task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         self.parameters = sum(p.numel() for p in task.init().values())
         self.config = config or {"method": {"name": name_of(method), **asdict(method)}, "rounds": rounds}
@@ -96,7 +96,7 @@ class Simulation:
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
         self.clock: Clock | None = None
         if devices is not None and devices.timed:
-            cost = lambda i: measure(self.method, task, self.data, largest(self.data, self.method, i), s)
+            cost = lambda i: measure(self.method, task, self.data, largest(self.data, self.capacity, i), s)
             self.clock = Clock(devices, cost, self.capacity)
         self.pool = Pool(self._handle, 1)
         self._busy = False
@@ -483,6 +483,19 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
         )
     if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
         raise ConfigError("Train: evaluate_part='validation' needs a validation part: set partition.validation > 0.")
+    if task.kinds and not method.any_model:
+        raise ConfigError(
+            f"{type(method).__name__}: all clients must have models of one kind. Got {', '.join(task.kinds)}; use a"
+            " method that shares no models of theirs, such as fedproto, fedtgp or fedkd."
+        )
+    for member in task.kinds.values() or [task]:
+        _try(member, data)
+    if method.needs_classes:
+        class_matrix(task, type(method).__name__)
+
+
+def _try(task: Task, data: FederatedData) -> None:
+    """Refuse a model that does not take the data or does not give what they need."""
     x = data.x[torch.from_numpy(data.train[0][:1])]
     try:
         output = task.predict(task.init(), x)
@@ -496,8 +509,6 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
             raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
     if task.kind == "regression" and output[0].numel() != data.y[0].numel():
         raise ConfigError(f"Task: the model must have {data.y[0].numel()} output(s). Got {output[0].numel()}.")
-    if method.needs_classes:
-        class_matrix(task, type(method).__name__)
 
 
 @contextmanager

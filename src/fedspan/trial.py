@@ -10,7 +10,7 @@ import torch
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.engine import Answer, Engine
-from fedspan.method import Federation, Method, Who
+from fedspan.method import Federation, Method, Who, capacity_in
 from fedspan.randomness import key
 from fedspan.task import Task
 from fedspan.tree import Tree
@@ -38,7 +38,7 @@ def try_round(
 ) -> Trial:
     """Run one round of one client through the engine, as the simulator does; its update inside `within`."""
     engine = Engine(method, task, data, 0, batch, epochs, "loop")
-    capacities = tuple(method.capacity_of(i) for i in range(data.clients))
+    capacities = tuple(capacity_in(method, task, i) for i in range(data.clients))
     capacity = capacities[client]
     federation = Federation(data.clients, 0, capacities, data.groups)
     first, own = engine.model(sorted(set(capacities), key=str)[0]), engine.model(capacity)

@@ -16,6 +16,7 @@ def capacity(exp: Experiment, overrides: Overrides = None) -> None:
 
     from fedspan.capacity import Devices, assign
     from fedspan.config import assemble, load_config
+    from fedspan.method import capacity_in
 
     config = load_config(exp, overrides or []).resolve()
     devices = config.devices
@@ -24,7 +25,7 @@ def capacity(exp: Experiment, overrides: Overrides = None) -> None:
     method, choices = assign(method, task, data.to(dtype), devices, config.train)
     rows: list[tuple[Any, ...]] = []
     for c in choices:
-        what = method.capacity_of(c.client)
+        what = capacity_in(method, task, c.client)
         rank = c.ratio if c.ratio is not None else "" if what is None else what
         speed = f"{devices.gflops[c.client % len(devices.gflops)]:g}" if devices.gflops else ""
         rate = f"{devices.mbps[c.client % len(devices.mbps)]:g}" if devices.mbps else ""
@@ -32,7 +33,7 @@ def capacity(exp: Experiment, overrides: Overrides = None) -> None:
         seconds = "" if c.seconds is None else f"{c.seconds:,.3g}"
         cost = (f"{c.flops / 1e9:,.3g}", size(c.memory), size(c.up + c.down), seconds)
         rows.append((data.names[c.client], speed, rate, room, rank, len(data.train[c.client]), *cost, _word(c.fits)))
-    titles = ["client", "GFLOP/s", "Mbit/s", "memory", "ratio", "examples"]
+    titles = ["client", "GFLOP/s", "Mbit/s", "memory", "capacity", "examples"]
     show(table([*titles, "GFLOP", "memory used", "sent", "seconds", "fits"], rows, right=[1, 2, 3, 4, 5, 6, 7, 8, 9]))
     if choices and choices[0].seconds is not None:
         slowest = max(choices, key=lambda c: c.seconds or 0.0)
