@@ -93,6 +93,22 @@ def test_full_rank_without_local_steps_returns_the_extractor() -> None:
     assert float((half - start["hidden.weight"]).norm()) == pytest.approx(float(s[3:].norm()))  # Eckart–Young
 
 
+@MAPPING
+def test_changes_leave_alone_what_small_ranks_cannot_carry(mapping: str) -> None:
+    fields: dict[str, Any] = {"ratio": (1.0, 0.5), "layers": "body", "aggregate": "changes"}
+    start = run(FedAra(**fields), "cnn", rounds=0).record.server
+    still = run(FedAra(lr=0.0, **fields), "cnn", mapping=mapping).record.server
+    assert_close({k: still[k] for k in ("theta", "W")}, {k: start[k] for k in ("theta", "W")})
+    cut = run(FedAra(lr=0.0, **fields | {"aggregate": "models"}), "cnn").record.server["W"]["hidden.weight"]
+    assert float((cut - start["W"]["hidden.weight"]).norm()) > 0.1
+    # Where nothing is cut the mean of the changes is the change of the mean.
+    same = {"ratio": 1.0, "allow_larger": True, "layers": "body"}
+    a, b = (run(FedAra(aggregate=how, **same), "cnn", mapping=mapping).record.server for how in ("models", "changes"))
+    assert_close({k: a[k] for k in ("theta", "W")}, {k: b[k] for k in ("theta", "W")}, 1e-11)
+    dense = [run(FedAra(aggregate=how), "cnn", mapping=mapping).record.server for how in ("models", "changes")]
+    assert_close(*dense)
+
+
 def test_one_step_of_full_rank_factors() -> None:
     torch.manual_seed(1)
     task = Task(nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3)), dtype=torch.float64)

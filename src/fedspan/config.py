@@ -27,7 +27,7 @@ from fedspan.toml_text import checked, parse_toml, parse_value, plain, read_smal
 # Kinds of partition that know the true groups, and the most examples each known source can have.
 _GROUPED = ("permuted-groups", "label-groups", "domains")
 _EXAMPLES = {"digits": 1_797, "mnist": 70_000, "fashion-mnist": 70_000, "cifar10": 60_000, "cifar100": 60_000}
-_EXAMPLES |= {"svhn": 99_289}
+_EXAMPLES |= {"svhn": 99_289, "tiny-imagenet": 110_000}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,9 +175,9 @@ class Reconstructing(Factored):
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         parts, _ = self.apart(task.plain, task.plain.init())
-        return self._decomposed(parts)
+        return self.decomposed(parts)
 
-    def _decomposed(self, server: Tree) -> Tree:
+    def decomposed(self, server: Tree) -> Tree:
         """The server's weights with their leading factors, of which every client gets as many columns as it can use."""
         factors: Tree = {"U": {}, "V": {}}
         for name, W in server.get("W", {}).items():
@@ -209,7 +209,7 @@ class Reconstructing(Factored):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         """The mean of the full weights, factorised anew."""
-        return self._decomposed(round.mean)
+        return self.decomposed(round.mean)
 
     def size(self, server: Tree) -> float:
         """The norm of the model."""

@@ -18,7 +18,7 @@ from fedspan.factored import Reconstructing, factors, layer_of
 from fedspan.layers import Plain
 from fedspan.levels import LEVELS
 from fedspan.local import Loss
-from fedspan.method import Capacity, Sent, Visit, Who
+from fedspan.method import Capacity, Round, Sent, Visit, Who
 from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
@@ -36,8 +36,10 @@ class FedAra(Reconstructing):
     means under the extractor as received; λ_t is 0 in round 1 and reaches λ after `warmup` more.
 
     A ratio whose factors are larger than the layer is refused unless `allow_larger`, which also makes a ratio of 1
-    factors. `weight_decay` acts on what is not decomposed. `watch` records the distance to the anchors after training,
-    for one more pass. Kept: h. Sent: theta (what is not decomposed), and U and V, or W.
+    factors. With `aggregate` = "changes" the server adds the mean of what clients changed in what they were sent: the
+    part of ω that a small rank cannot carry stays, where the mean of the models takes it for zero. `weight_decay` acts
+    on what is not decomposed. `watch` records the distance to the anchors after training, for one more pass. Kept: h.
+    Sent: theta (what is not decomposed), and U and V, or W.
     """
 
     family: ClassVar[str] = "fedara"
@@ -56,6 +58,7 @@ class FedAra(Reconstructing):
     fac_reduction: Literal["mse", "sum"] = "mse"
     rho: float = 1e-3
     rho_rule: Literal["half", "whole"] = "half"
+    aggregate: Literal["models", "changes"] = "models"
     watch: bool = False
 
     def __post_init__(self) -> None:
@@ -72,6 +75,7 @@ class FedAra(Reconstructing):
         self.one_of("fac_reduction", "mse", "sum")
         self.require("rho", 0.0, allow_zero=True)
         self.one_of("rho_rule", "half", "whole")
+        self.one_of("aggregate", "models", "changes")
 
     # ------------------------------------------------------------------------------------------------ capacities
 
@@ -186,6 +190,22 @@ class FedAra(Reconstructing):
                 total = total + (self.apartness(task.features(params, batch.x), a[batch.y]) * batch.w).sum()
                 n = n + batch.w.sum()
         return total / n.clamp_min(1)
+
+    # ------------------------------------------------------------------------------------------------ the server
+
+    def lift(self, mean: Tree, shared: Tree, capacity: Capacity) -> Tree:
+        """R(ω̃_k), or what it changed of R(D(ω))."""
+        full = super().lift(mean, shared, capacity)
+        if self.aggregate == "models":
+            return full
+        change: Tree = tree.sub(full, super().lift(shared, shared, capacity))
+        return change
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        """ω ← Σ_k n_k/n R(ω̃_k), factorised anew."""
+        if self.aggregate == "models":
+            return super().server_update(server, round)
+        return self.decomposed({k: tree.add(server[k], part) for k, part in round.mean.items()})
 
     # ------------------------------------------------------------------------------------------------ what is seen
 

@@ -120,7 +120,7 @@ class FedHM(Reconstructing, Shrunk):
             # One more member, of average weight: what small ranks cannot carry is not lost at once.
             share = float(round.weights.mean() / (round.weights.sum() + round.weights.mean()))
             mean = tree.map(lambda a, b: (1 - share) * a + share * b, mean, {k: server[k] for k in mean})
-        return self._decomposed(mean)
+        return self.decomposed(mean)
 
 
 @dataclass(frozen=True, kw_only=True)
