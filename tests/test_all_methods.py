@@ -69,6 +69,8 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("pfedfda", {"single_beta": True, "momentum": 0.5, "weight_decay": 0.01, "lr": 0.005}),
     ("fedkd", {}),
     ("fedkd", {"private_head": True, "momentum": 0.5, "clip": 0.5, "energy_start": 0.7, "energy_rounds": 2}),
+    ("pfedes", {}),
+    ("pfedafm", {"momentum": 0.5, "lr_common": 0.05}),
     ("fedproto", {}),
     ("fedproto", {"weighting": "uniform", "predict_by": "prototype", "momentum": 0.5, "lam": 3.0}),
     ("fedtgp", {"server_epochs": 2}),
@@ -110,7 +112,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("fedara", {"ratio": (1.0, 0.5), "lam": 1.0, "warmup": 1}),
     (
         "fedara",
-        {"layer_sets": ("0", "0+2"), "ratio": 0.5, "lam": 0.1, "fac_reduction": "sum", "warmup": 2}
+        {"layers": "body", "ratio": 0.5, "aggregate": "changes", "lam": 0.1, "fac_reduction": "sum", "warmup": 2}
         | {"rho_rule": "whole", "weight_decay": 0.01, "momentum": 0.5, "watch": True},
     ),
     ("fedara-star", {"lam": 1.0}),

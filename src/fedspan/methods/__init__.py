@@ -29,6 +29,7 @@ from fedspan.methods.flute import Flute
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
+from fedspan.methods.pfedes import PFedAfm, PFedEs
 from fedspan.methods.pfedfda import PFedFda
 from fedspan.methods.pfedlora import PFedLoRA, PFedLoRAJoint
 from fedspan.methods.pfedme import L2gd, PFedMe
@@ -61,6 +62,8 @@ METHODS: dict[str, type[Method]] = {
     "fedas": FedAs,
     "pfedfda": PFedFda,
     "fedkd": FedKd,
+    "pfedes": PFedEs,
+    "pfedafm": PFedAfm,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -136,6 +139,8 @@ __all__ = [
     "Local",
     "MFedLoRU",
     "Oracle",
+    "PFedAfm",
+    "PFedEs",
     "PFedFda",
     "PFedLoRA",
     "PFedLoRAJoint",
