@@ -15,6 +15,9 @@ from fedspan.capacity import Devices, assign, measure
 from fedspan.config import assemble, from_dict
 from fedspan.errors import ConfigError
 from fedspan.methods import FedAra, FedAvg, FedHM, FedKd
+from fedspan.report import write_page
+from fedspan.report.measures import measure_of, points
+from fedspan.report.runs import load_run
 from fedspan.settings import Settings
 from fedspan.simulate import Simulation
 from fedspan.task import Task
@@ -101,6 +104,10 @@ def test_a_round_lasts_as_long_as_its_slowest_participant(tmp_path: Path) -> Non
     assert lines[0]["clock"]["seconds"] == pytest.approx(slowest, rel=0.05)
     assert lines[0]["clock"]["slowest"] == times.index(slowest)
     assert lines[1]["clock"]["total"] == pytest.approx(lines[0]["clock"]["seconds"] + lines[1]["clock"]["seconds"])
+    way = points(load_run(tmp_path / "run"), measure_of([load_run(tmp_path / "run")]), "clock")
+    assert [x for _, x, _ in way] == pytest.approx([line["clock"]["total"] for line in lines])
+    page = write_page([load_run(tmp_path / "run")], tmp_path / "report.html").read_text()
+    assert "over time on devices" in page and "the slowest of each round" in page
     found = evaluate.to_target(lines, 0.0)
     assert found is not None and found["clock"] == lines[0]["clock"]["total"]
 
