@@ -23,6 +23,10 @@ from fedspan.trial import try_round
 __all__ = ["LEVELS", "Choice", "Clock", "Cost", "Devices", "assign", "measure"]
 
 
+STEPS = 32
+"""Local steps that are enough to measure a round by."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Devices:
     """`[devices]`: what clients compute and send with, each list in turn over them; together a table.
@@ -105,14 +109,16 @@ class Choice(NamedTuple):
 
 
 def measure(method: Method, task: Task, data: FederatedData, client: int, settings: Settings) -> Cost:
-    """Run a round of one client on a single minibatch, and count what it took.
+    """Run a round of one client on a few of its minibatches, and count what it took.
 
     Operations are those of products and convolutions, forward and backward, in all epochs and phases. Memory is what
     tensors held at once: what came and was kept, the model, gradients and activations; not a kernel's scratch space.
     """
     rows = data.train[client]
     size = len(rows) if settings.batch_size == "full" else min(len(rows), settings.batch_size)
-    one = replace(data, train=[r[:size] if i == client else r[:1] for i, r in enumerate(data.train)])
+    # What is not done in every step (a decay, say) needs several steps to be seen; full minibatches only.
+    several = size * max(1, min(len(rows) // size, STEPS // max(1, settings.epochs)))
+    one = replace(data, train=[r[:several] if i == client else r[:1] for i, r in enumerate(data.train)])
     counter, peak = FlopCounterMode(display=False), Peak()
     # The second round: what a method leaves out of the first (an alignment, say) is there.
     trial = try_round(method, task, one, client, size, epochs=settings.epochs, round=2, within=(counter, peak))
@@ -120,7 +126,7 @@ def measure(method: Method, task: Task, data: FederatedData, client: int, settin
     sent = tree.take(trial.answer.sent, 0)
     up = wire.count({**sent.mean, **sent.each}) | {k: int(v[0]) for k, v in trial.answer.coded.items()}
     down = wire.count(trial.down)
-    return Cost(counter.get_total_flops() / size, held, sum(up.values()), sum(down.values()))
+    return Cost(counter.get_total_flops() / several, held, sum(up.values()), sum(down.values()))
 
 
 def assign(

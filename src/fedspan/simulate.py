@@ -250,7 +250,7 @@ class Simulation:
 
     def _time(self, clock: Clock, going: list[int], weights: dict[int, float], up: Counter[Capacity]) -> dict[str, Any]:
         """How long the round would have taken on the clients' devices: seconds, since the start, and who was last."""
-        since = self.record.lines[-1]["clock"]["total"] if self.record.lines else 0.0
+        since = self.record.lines[-1].get("clock", {}).get("total", 0.0) if self.record.lines else 0.0
         if not going:
             return {"seconds": 0.0, "total": since, "slowest": None}
         heard = Counter(self.capacity[i] for i in weights)

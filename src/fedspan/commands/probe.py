@@ -63,7 +63,7 @@ def facts(name: str) -> dict[str, Any]:
         "sent_each": names(payload.each),
         "weight": method.weight,
         "secure_aggregation": "no" if names(payload.each) or method.weight == "own" else method.secure_sum,
-        "heterogeneous": "no" if cls.capacity_of is Method.capacity_of else "yes",
+        "heterogeneous": "yes" if cls.any_model or cls.capacity_of is not Method.capacity_of else "no",
         "file": _file(cls),
         "fields": {f.name: _default(getattr(method, f.name)) for f in fields(cls)},
     }

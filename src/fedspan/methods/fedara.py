@@ -29,7 +29,7 @@ class FedAra(Reconstructing):
 
     Symbols: W and theta = ω, the extractor, full on the server; U, V = its factors at a client's rank ratio r_k; h =
     θ_k, the personal classifier; lam = λ, rho = ρ. Clients take the entries of `ratio` in turn (or those of a list of
-    `fedspan.capacity.LEVELS`, by its name); 1 is dense. Ranks are r_k·min(m, n) of an m × n matrix, or r_k·outputs
+    `fedspan.levels.LEVELS`, by its name); 1 is dense. Ranks are r_k·min(m, n) of an m × n matrix, or r_k·outputs
     (`rank_rule`); kernels are read as o·k × i·k. Decomposed are `layers` ("main": the fewest that hold 80 % of the
     extractor, not the first convolution), or per client, in turn, those of `layer_sets` ("fc1+fc2"). A client minimises
     CE + λ_t·(distance of features to the anchor of their class) + ρ/2 ‖U Vᵀ‖² (`rho_rule`: or ρ); anchors are class
