@@ -16,6 +16,7 @@ from fedspan.config import assemble, from_dict
 from fedspan.errors import ConfigError
 from fedspan.methods import FedAra, FedAvg, FedHM, FedKd
 from fedspan.report import write_page
+from fedspan.report.figures import curves_figure
 from fedspan.report.measures import measure_of, points
 from fedspan.report.runs import load_run
 from fedspan.settings import Settings
@@ -83,7 +84,7 @@ def test_every_client_gets_the_largest_rank_it_can_afford() -> None:
     assert plain == FedAvg() and unfit[0].ratio is None and not unfit[0].fits
 
 
-def test_a_round_lasts_as_long_as_its_slowest_participant(tmp_path: Path) -> None:
+def test_a_round_lasts_as_long_as_its_slowest_participant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, task, method = make_data(), wide(), FedAra(ratio=(1.0, 0.3), layers=("2",))
     devices = Devices(gflops=(0.01, 0.001), mbps=(1.0, 0.1, 1.0))
 
@@ -104,10 +105,13 @@ def test_a_round_lasts_as_long_as_its_slowest_participant(tmp_path: Path) -> Non
     assert lines[0]["clock"]["seconds"] == pytest.approx(slowest, rel=0.05)
     assert lines[0]["clock"]["slowest"] == times.index(slowest)
     assert lines[1]["clock"]["total"] == pytest.approx(lines[0]["clock"]["seconds"] + lines[1]["clock"]["seconds"])
-    way = points(load_run(tmp_path / "run"), measure_of([load_run(tmp_path / "run")]), "clock")
-    assert [x for _, x, _ in way] == pytest.approx([line["clock"]["total"] for line in lines])
-    page = write_page([load_run(tmp_path / "run")], tmp_path / "report.html").read_text()
-    assert "over time on devices" in page and "the slowest of each round" in page
+    done = load_run(tmp_path / "run")
+    assert [x for _, x, _ in points(done, measure_of([done]), "clock")] == pytest.approx(
+        [line["clock"]["total"] for line in lines]
+    )
+    assert "the slowest of each round" in curves_figure([done], "clock").axes[0].get_xlabel()
+    monkeypatch.setattr("fedspan.report.page.inline_svg", lambda draw, label, name: "")  # drawing takes its time
+    assert "over time on devices" in write_page([done], tmp_path / "report.html").read_text()
     found = evaluate.to_target(lines, 0.0)
     assert found is not None and found["clock"] == lines[0]["clock"]["total"]
 
