@@ -73,6 +73,8 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("pfedfda", {"single_beta": True, "momentum": 0.5, "weight_decay": 0.01, "lr": 0.005}),
     ("fedkd", {}),
     ("fedkd", {"private_head": True, "momentum": 0.5, "clip": 0.5, "energy_start": 0.7, "energy_rounds": 2}),
+    ("pfedes", {}),
+    ("pfedafm", {"momentum": 0.5, "lr_common": 0.05}),
     ("fedproto", {}),
     ("fedproto", {"weighting": "uniform", "predict_by": "prototype", "momentum": 0.5, "lam": 3.0}),
     ("fedtgp", {"server_epochs": 2}),
@@ -117,6 +119,13 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("fedlmt", {"rho": 3.0, "weight_decay": 0.01, "private_head": True}),
     ("feddlr", {"energy": 0.9}),
     ("prism", {"keep": (0.5, 0.8), "weight_decay": 0.01, "momentum": 0.5}),
+    ("fedara", {"ratio": (1.0, 0.5), "lam": 1.0, "warmup": 1}),
+    (
+        "fedara",
+        {"layers": "body", "ratio": 0.5, "aggregate": "changes", "lam": 0.1, "fac_reduction": "sum", "warmup": 2}
+        | {"rho_rule": "whole", "weight_decay": 0.01, "momentum": 0.5, "watch": True},
+    ),
+    ("fedara-star", {"lam": 1.0}),
 ]
 ROWS = pytest.mark.parametrize(
     ("name", "fields"), TABLE, ids=[f"{n}-{'-'.join(map(str, f.values())) or 'default'}" for n, f in TABLE]
@@ -195,7 +204,7 @@ LATE = {
 
 
 # Methods that send an approximation of their model, so that it changes without any training.
-TRUNCATING = {"fedhm", "feddlr"}
+TRUNCATING = {"fedhm", "feddlr", "fedara", "fedara-star"}
 
 
 def test_every_registered_method_is_in_the_table() -> None:

@@ -188,6 +188,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "evaluate_every": ([0, -3, 1.0], "an integer >= 1"),
     "evaluate_clients": ([0, 2.5, True], "an integer >= 1"),
     "evaluate_part": (["train", ""], "'test', 'validation'"),
+    "evaluate_after": ([1, "yes", None], "true or false"),
     "drop_rate": ([-0.1, 1.1, math.nan], "a number in [0, 1]"),
     "drop": (["never"], "'after', 'before'"),
     "on_divergence": (["ignore"], "'stop', 'halve'"),

@@ -24,13 +24,13 @@ from conftest import plain_model as model
 from conftest import plain_models as models
 from fedspan import lowrank, tree
 from fedspan.batches import Batch
-from fedspan.decay import product_decay
 from fedspan.errors import ConfigError
+from fedspan.factored import factors
 from fedspan.layers import Adapter, LowRank, candidates, convert
 from fedspan.local import adamw, gradient, sgd
 from fedspan.method import Round
 from fedspan.methods import FedAvg, FedDLR, FedHM, FedLMT, make
-from fedspan.methods.fedhm import factors, matching_rho
+from fedspan.methods.fedhm import matching_rho
 from fedspan.models import build
 from fedspan.task import Task
 from fedspan.tree import Tree
@@ -110,7 +110,7 @@ def test_decay_acts_on_the_product() -> None:
     p = task.init()
     x, y = torch.zeros(1, 1, 6, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     nothing = Batch(x, y, None, torch.tensor(0), 0)
-    g = tree.sub(gradient(product_decay(task, method.weight_decay), p, nothing), gradient(task.loss, p, nothing))
+    g = tree.sub(gradient(method.decayed(task, task.loss), p, nothing), gradient(task.loss, p, nothing))
     for k in ("conv", "hidden"):
         U, V = (p[f"{k}.{f}"].flatten(0, -2) for f in "UV")
         gU, gV = (g[f"{k}.{f}"].flatten(0, -2) for f in "UV")

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from fedspan import __version__
 from fedspan.commands.analyse import analyse
+from fedspan.commands.capacity import capacity
 from fedspan.commands.compare import compare
 from fedspan.commands.console import fail, note
 from fedspan.commands.data import data, partition
@@ -57,6 +58,7 @@ app = typer.Typer(
 for command in (demo, run, compare, sweep, reproduce, report, methods, data, partition, doctor, export, onboard):
     app.command()(command)
 app.command("bytes")(bytes_)
+app.command()(capacity)
 app.command()(theory)
 app.add_typer(analyse, name="analyse")
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from fedspan.capacity import Devices, assign
 from fedspan.config_sections import DataConfig, ModelConfig, PartitionConfig, known_shape
 from fedspan.config_types import build_dataclass
 from fedspan.data import FederatedData, Source, load, partition
@@ -26,7 +27,7 @@ from fedspan.toml_text import checked, parse_toml, parse_value, plain, read_smal
 # Kinds of partition that know the true groups, and the most examples each known source can have.
 _GROUPED = ("permuted-groups", "label-groups", "domains")
 _EXAMPLES = {"digits": 1_797, "mnist": 70_000, "fashion-mnist": 70_000, "cifar10": 60_000, "cifar100": 60_000}
-_EXAMPLES |= {"svhn": 99_289}
+_EXAMPLES |= {"svhn": 99_289, "tiny-imagenet": 110_000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class RunConfig:
     method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
     train: Settings = field(default_factory=Settings)
+    devices: Devices = field(default_factory=Devices)
 
     def __post_init__(self) -> None:
         safe_name(self.name, "Config: name")
@@ -54,8 +56,9 @@ class RunConfig:
             self.only(name)
         known = known_shape(self.data)
         if known is not None:
-            with torch_seed(0):
-                self.model.module(*known)
+            for kind in self.model.kinds or (self.model.kind,):
+                with torch_seed(0):
+                    self.model.module(*known, kind)
 
     def _check_data(self) -> None:
         at_most = min(_EXAMPLES.get(self.data.source, 2**31), self.data.limit or 2**31)
@@ -85,6 +88,9 @@ class RunConfig:
                 f"Method {name}: the partition must know the groups of its clients ({', '.join(_GROUPED)})."
                 f" Got '{self.partition.kind}'."
             )
+        if self.model.kinds and not method.any_model:
+            able = ", ".join(k for k, c in METHODS.items() if c.any_model)
+            raise ConfigError(f"Method {name}: all clients must have models of one kind. Got model.kinds; use {able}.")
         return method
 
     def resolve(self, name: str | None = None, compared: Iterable[str] = (), seed: int | None = None) -> RunConfig:
@@ -96,6 +102,8 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values in the layout of the file; what is not set is left out."""
         part, model = dataclasses.asdict(self.partition), dataclasses.asdict(self.model)
+        if not self.model.kinds:
+            del model["kinds"]
         values = plain(
             {
                 **{k: getattr(self, k) for k in ("name", "seed", "rounds")},
@@ -105,9 +113,10 @@ class RunConfig:
                 "method": self.method,
                 "methods": self.methods,
                 "train": dataclasses.asdict(self.train),
+                "devices": plain(dataclasses.asdict(self.devices)) if self.devices != Devices() else {},
             }
         )
-        for table, key in ((values["data"], "columns"), (values, "methods")):
+        for table, key in ((values["data"], "columns"), (values, "methods"), (values, "devices")):
             if not table[key]:
                 del table[key]
         return values
@@ -145,7 +154,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     for key in values:
         if key not in known:
             raise ConfigError(f"Config: unknown key '{key[:60]}'.{nearest(key[:60], known)}")
-    for key in ("data", "partition", "model", "method", "methods", "train"):
+    for key in ("data", "partition", "model", "method", "methods", "train", "devices"):
         if not isinstance(values.setdefault(key, {}), dict):
             raise ConfigError(f"Config: {key} must be a section ([{key}]). Got {short(values[key])}.")
     if not isinstance(values["name"], str):
@@ -160,11 +169,12 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         raise ConfigError(f"Method: name must be a text. Got {short(values['method']['name'])}.")
     values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
     return RunConfig(
-        **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train")},
+        **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices")},
         data=build_dataclass(DataConfig, values["data"], "Data"),
         partition=_open_ended(PartitionConfig, values["partition"], "Partition"),
         model=_open_ended(ModelConfig, values["model"], "Model"),
         train=build_dataclass(Settings, values["train"], "Train"),
+        devices=build_dataclass(Devices, values["devices"], "Devices"),
     )
 
 
@@ -227,8 +237,14 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     shape, outputs = tuple(data.x.shape[1:]), data.classes or 1
     dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
     kind: Literal["classification", "regression"] = "classification" if data.classes is not None else "regression"
-    # Task seeds torch with (seed, "init") around this function, so that the weights depend on nothing else.
-    task = Task(
-        lambda: config.model.module(shape, outputs), kind, head=config.model.head, dtype=dtype, seed=config.seed
-    )
+
+    def of(name: str) -> Task:
+        # Task seeds torch with (seed, "init") around this function, so that the weights depend on nothing else.
+        build = lambda: config.model.module(shape, outputs, name)
+        return Task(build, kind, head=config.model.head, dtype=dtype, seed=config.seed)
+
+    kinds = config.model.kinds
+    task = Task.family({name: of(name) for name in kinds}, kinds) if kinds else of(config.model.kind)
+    if config.devices.limited:
+        method, _ = assign(method, task, data.to(dtype), config.devices, config.train)
     return method, task, data

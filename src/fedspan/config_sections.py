@@ -58,9 +58,13 @@ class PartitionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """`[model]`: a name of `fedspan.models.MODELS` or 'package.module:Class', the head's prefix, and its options."""
+    """`[model]`: a name of `fedspan.models.MODELS` or 'package.module:Class', the head's prefix, and its options.
+
+    With `kinds` clients take several of these in turn; options go for all of them.
+    """
 
     kind: str = "mlp"
+    kinds: tuple[str, ...] = ()
     head: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -68,22 +72,30 @@ class ModelConfig:
         for name in ("classes", "input_shape"):
             if name in self.options:
                 raise ConfigError(f"Model: {name} comes from the data and cannot be set. Remove it.")
-        if ":" in self.kind:
-            return
-        if self.kind not in MODELS:
-            raise ConfigError(f"Model: unknown kind '{self.kind[:60]}'.{nearest(self.kind[:60], MODELS)}")
-        known = MODELS[self.kind].options
-        for name in self.options:
-            if name not in known:
-                hint = nearest(name, [*known, "kind", "head"])
-                raise ConfigError(f"Model: kind '{self.kind}' has no option '{name[:60]}'.{hint}")
-        filled = {**known, **self.options}
-        options = {k: list(v) if isinstance(v, tuple) else v for k, v in filled.items() if v is not None}
+        if self.kinds:
+            object.__setattr__(self, "kind", self.kinds[0])
+        options = dict(self.options)
+        for kind in self.kinds or (self.kind,):
+            options |= self._filled(kind)
         object.__setattr__(self, "options", options)
 
-    def module(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """Build the model; its weights come from torch's generator."""
-        return build(self.kind, shape, classes, **self.options)
+    def _filled(self, kind: str) -> dict[str, Any]:
+        """The options of a kind, those that are not given with their defaults."""
+        if ":" in kind:
+            return self.options
+        if kind not in MODELS:
+            raise ConfigError(f"Model: unknown kind '{kind[:60]}'.{nearest(kind[:60], MODELS)}")
+        known = MODELS[kind].options
+        for name in self.options:
+            if name not in known:
+                hint = nearest(name, [*known, "kind", "kinds", "head"])
+                raise ConfigError(f"Model: kind '{kind}' has no option '{name[:60]}'.{hint}")
+        filled = {**known, **self.options}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in filled.items() if v is not None}
+
+    def module(self, shape: tuple[int, ...], classes: int, kind: str | None = None) -> nn.Module:
+        """Build the model (of several the one of that kind); its weights come from torch's generator."""
+        return build(kind or self.kind, shape, classes, **self.options)
 
 
 def known_shape(data: DataConfig) -> tuple[tuple[int, ...], int] | None:

@@ -12,14 +12,21 @@ from fedspan.task import Task
 from fedspan.tree import Params
 
 
-def product_decay(task: Task, decay: float) -> Loss:
-    """The loss with λ/2 ‖U Vᵀ‖² for the factors of structured layers, and λ/2 ‖p‖² for all other parameters."""
-    pairs = [(part(k, "U"), part(k, "V")) for k in structured(task.module)]
-    others = [k for k in task.names if k not in {name for pair in pairs for name in pair}]
+def product_decay(task: Task, loss: Loss, product: float, rest: float, every: int = 1) -> Loss:
+    """A loss with `product`/2 ‖U Vᵀ‖² for the factors of structured layers, and `rest`/2 ‖p‖² for other parameters.
+
+    The first is taken in every `every`-th step, so many times as strong.
+    """
+    layers = structured(task.module)
+    pairs = [(part(k, "U"), part(k, "V")) for k in layers] if product else []
+    factors = {part(k, f) for k in layers for f in "UV"}
+    others = [k for k in task.names if k not in factors] if rest else []
 
     def decayed(p: Params, batch: Batch) -> Tensor:
-        far = sum(lowrank.squared_product(p[u], p[v]) for u, v in pairs) + sum(p[k].square().sum() for k in others)
+        far = rest / 2 * sum(p[k].square().sum() for k in others)
+        if batch.step % every == 0:
+            far = far + every * product / 2 * sum(lowrank.squared_product(p[u], p[v]) for u, v in pairs)
         # An empty slot in a mapped run is no step: the decay must vanish with the batch.
-        return task.loss(p, batch) + decay / 2 * far * batch.live
+        return loss(p, batch) + far * batch.live
 
-    return decayed
+    return decayed if pairs or others else loss

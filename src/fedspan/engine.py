@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,10 @@ SMALL_MODEL = 20_000
 
 MIDDLE_MODEL = 1_000_000
 """Up to this many, mapping still wins where a visit has no more than two steps."""
+
+
+TRAINING = "before "
+"""Marks the streams of the local round that comes before a use of the model."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,10 @@ class Engine:
     def model(self, capacity: Capacity) -> Task:
         """The task as the method trains it at one capacity, built once."""
         if capacity not in self._models:
-            self._models[capacity] = self.method.model(self.task, capacity)
+            if self.task.kinds:
+                self._models[capacity] = self.method.model(self.task.kinds[str(capacity)], None)
+            else:
+                self._models[capacity] = self.method.model(self.task, capacity)
         return self._models[capacity]
 
     def update(
@@ -83,12 +90,25 @@ class Engine:
         own: Tree,
         common: Tree,
         part: str = "test",
+        after: bool = False,
     ) -> dict[str, Tensor]:
-        """Per client the sums of its measures over one part of its data, and how many examples there were (`n`)."""
+        """Per client the sums of its measures over one part of its data, and how many examples there were (`n`).
+
+        `after`: of the model it has right after a local round of its own, which leaves no trace.
+        """
         task, shared = self.model(capacity), tree.aligned(shared)
+        plan = dict(self.method.personal_plan(task))
+        if after:
+            plan |= {TRAINING + name: amount for name, amount in self.method.plan().items()}
 
         def one(client: Tree, mine: Tree, visit: Visit, held: Batches) -> dict[str, Tensor]:
-            weights = self.method.personal(task, client, {**shared, **mine}, visit)
+            down = {**shared, **mine}
+            if after:
+                streams = {k.removeprefix(TRAINING): b for k, b in visit.batches.items() if k.startswith(TRAINING)}
+                client, sent = self.method.client_update(task, client, down, replace(visit, batches=streams))
+                down = self.method.trained(down, sent, capacity)
+                visit = replace(visit, batches={k: b for k, b in visit.batches.items() if not k.startswith(TRAINING)})
+            weights = self.method.personal(task, client, down, visit)
             total: dict[str, Tensor] = {"n": torch.zeros((), dtype=self.dtype)}
             with torch.no_grad():
                 for batch in held:
@@ -96,7 +116,8 @@ class Engine:
                     for name, values in task.measures(output, batch.y).items():
                         total[name] = total.get(name, 0.0) + (values * batch.w).sum()
                     total["n"] = total["n"] + batch.w.sum()
-            return total
+            seen = () if after else self.method.observe(client).items()
+            return total | {name: value.to(self.dtype) * total["n"] for name, value in seen}
 
         kept = [i for i in ids if len(getattr(self.data, part)[i])]
         if not kept:
@@ -110,7 +131,7 @@ class Engine:
             tree.take(rows, at),
             tree.take(own, at),
             common,
-            self.method.personal_plan(task),
+            plan,
             part,
         )
         where = {name: torch.zeros(len(ids), dtype=t.dtype).index_copy(0, at, t) for name, t in result.items()}

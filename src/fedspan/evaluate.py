@@ -62,7 +62,10 @@ def best(lines: Sequence[Mapping[str, Any]], measure: str = "accuracy") -> float
 
 
 def to_target(lines: Sequence[Mapping[str, Any]], target: float, measure: str = "accuracy") -> dict[str, Any] | None:
-    """Round, bytes sent (both ways) and seconds when the mean first reaches a target; None if it never does."""
+    """Round, bytes sent (both ways) and seconds when the mean first reaches a target; None if it never does.
+
+    `clock` is the time on the clients' devices, where a run was given them.
+    """
     up = down = 0
     seconds = 0.0
     for line in lines:
@@ -70,5 +73,6 @@ def to_target(lines: Sequence[Mapping[str, Any]], target: float, measure: str = 
         down += line["bytes"]["down"] + line["bytes"].get("announce", 0)
         seconds += line["seconds"]
         if line.get(measure) and line[measure]["mean"] >= target:
-            return {"round": line["round"], "up": up, "down": down, "seconds": seconds}
+            timed = {"clock": line["clock"]["total"]} if "clock" in line else {}
+            return {"round": line["round"], "up": up, "down": down, "seconds": seconds, **timed}
     return None

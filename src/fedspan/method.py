@@ -123,6 +123,8 @@ class Method:
     reference: ClassVar[str] = ""
     needs_groups: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
+    any_model: ClassVar[bool] = False
+    """Whether clients may have models of different kinds, with heads of one shape."""
 
     @property
     def weight(self) -> Literal["samples", "one", "own"]:
@@ -153,6 +155,10 @@ class Method:
 
     def capacity_of(self, client: int) -> Capacity:
         """What a client can afford; None where all are alike."""
+        return None
+
+    def with_ratios(self, ratios: tuple[float, ...]) -> Method | None:
+        """The same method with these rank ratios for its clients, in turn; None where clients have no ranks."""
         return None
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
@@ -190,6 +196,14 @@ class Method:
         """The weights a client predicts with; may fit on the streams of `personal_plan`."""
         raise TypeError(f"{type(self).__name__}: personal must be defined.")
 
+    def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
+        """What `personal` uses in the place of the download right after local training, before the server answers.
+
+        The download itself, where a client's model is in its own state; methods whose model is in part the download
+        put what the client made of it there.
+        """
+        return down
+
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         """Outputs for inputs `x` from what `personal` returned."""
         return task.predict(personal, x)
@@ -200,6 +214,10 @@ class Method:
 
     def monitor(self, server: Tree) -> dict[str, float]:
         """Numbers about the server's state worth a curve; asked for whenever the run is evaluated."""
+        return {}
+
+    def observe(self, client: Tree) -> Mapping[str, Tensor]:
+        """Numbers about one client's own state worth a curve. They are not sent: only a simulation can show them."""
         return {}
 
     def matrices(self, server: Tree) -> dict[str, Tensor]:
@@ -223,6 +241,12 @@ class Method:
     def hear(self, common: Tree, news: Tree) -> Tree:
         """The common state after the news."""
         return common
+
+
+def capacity_in(method: Method, task: Task, client: int) -> Capacity:
+    """What tells a client's shapes from others': its kind of model, or what the method says it can afford."""
+    kind = task.kind_of(client)
+    return method.capacity_of(client) if kind is None else kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,6 +437,13 @@ class Sharing(Averaging):
         """All parameters of a client's model."""
         params: Params = down["theta"] | client["h"]
         return params
+
+    def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
+        """The client's own upload, as far as it is of the download's form, or can be brought into it by `lift`."""
+        own = {**sent.mean, **sent.each}
+        if not down.keys() <= own.keys():
+            own |= self.lift(sent.mean, down, capacity)
+        return {k: own.get(k, v) for k, v in down.items()}
 
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
         """One pass over the training data where statistics must be re-estimated."""

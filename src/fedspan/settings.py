@@ -27,6 +27,7 @@ class Settings:
     evaluate_every: int = 10
     evaluate_clients: int | None = None
     evaluate_part: Literal["test", "validation"] = "test"
+    evaluate_after: bool = False
     drop_rate: float = 0.0
     drop: Literal["after", "before"] = "after"
     on_divergence: Literal["stop", "halve"] = "stop"
@@ -62,11 +63,12 @@ class Settings:
             if getattr(self, name) is not None:
                 whole(name, 1)
         check("drop_rate", 0.0 <= self.drop_rate <= 1.0, "a number in [0, 1]")
+        check("evaluate_after", isinstance(self.evaluate_after, bool), "true or false")
         check("checkpoint_seconds", 0.0 <= self.checkpoint_seconds < math.inf, "a number >= 0")
 
     def deciding(self) -> dict[str, Any]:
         """The settings that can change the numbers."""
-        free = {"workers", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
+        free = {"evaluate_after", "workers", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
         return {k: v for k, v in asdict(self).items() if k not in free}
 
 

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from fedspan import __version__, evaluate, tree, wire
 from fedspan.aggregate import Mean, weighted_sum
+from fedspan.capacity import Clock, Devices, largest, measure
 from fedspan.classes import class_matrix
 from fedspan.config_types import build_dataclass
 from fedspan.data.federated import FederatedData
 from fedspan.engine import Engine, choose_mapping, chunk_size
 from fedspan.errors import ConfigError, Divergence
-from fedspan.method import Capacity, Federation, Method, Round
+from fedspan.method import Capacity, Federation, Method, Round, capacity_in
 from fedspan.methods import name_of
 from fedspan.pool import Job, Meta, Pool
 from fedspan.randomness import generator
@@ -51,6 +52,7 @@ class Simulation:
         out: the run directory; a run found there is resumed, unless `fresh`.
         config: the configuration to keep with the results.
         read_only: only look at a run that is there; nothing is locked or written.
+        devices: what clients would compute with; rounds are then timed as if on them (`clock` in the history).
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Simulation:
         fresh: bool = False,
         config: dict[str, Any] | None = None,
         read_only: bool = False,
+        devices: Devices | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -79,7 +82,7 @@ class Simulation:
         steps = s.epochs * (1.0 if size is None else math.ceil(float(np.mean(self.data.sizes)) / size))
         self.mapping = choose_mapping(task, s.mapping, steps)
         self.engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping)
-        self.capacity = tuple(method.capacity_of(i) for i in range(self.data.clients))
+        self.capacity = tuple(capacity_in(method, task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         self.parameters = sum(p.numel() for p in task.init().values())
         self.config = config or {"method": {"name": name_of(method), **asdict(method)}, "rounds": rounds}
@@ -91,8 +94,13 @@ class Simulation:
         if self.record.resumed:
             done = self.record.progress.round
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
+        self.clock: Clock | None = None
+        if devices is not None and devices.timed:
+            cost = lambda i: measure(self.method, task, self.data, largest(self.data, self.capacity, i), s)
+            self.clock = Clock(devices, cost, self.capacity)
         self.pool = Pool(self._handle, 1)
         self._busy = False
+        self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
         self._last: tuple[dict[str, list[float | None]], dict[str, Any], int] | None = None
 
     @property
@@ -197,8 +205,10 @@ class Simulation:
         sizes: Counter[str] = Counter()
         rows: list[tuple[Capacity, list[int], Tree, Tree]] = []
         mean, each, weights = Mean(), {}, {}
+        up: Counter[Capacity] = Counter()
         for job, meta, answer in self._train(t, going, lost, sizes):
             capacity = self.capacities[job.meta["capacity"]]
+            up[capacity] += sum(meta["bytes"].values())
             rows.append((capacity, job.meta["ids"], job.data["rows"], answer["rows"]))
             if meta["answered"]:
                 mean.add(answer["mean"], sum(meta["weights"]))
@@ -235,7 +245,18 @@ class Simulation:
         total |= {"announce": told, "meta": 8 * len(ids)}  # meta: the weight of each upload
         r.progress.totals.update(total)
         r.progress.names.update(sizes)
-        return {"round": t, "sampled": len(sampled), "answered": len(ids), "skipped": skipped, "bytes": total}
+        line = {"round": t, "sampled": len(sampled), "answered": len(ids), "skipped": skipped, "bytes": total}
+        return line if self.clock is None else {**line, "clock": self._time(self.clock, going, weights, up)}
+
+    def _time(self, clock: Clock, going: list[int], weights: dict[int, float], up: Counter[Capacity]) -> dict[str, Any]:
+        """How long the round would have taken on the clients' devices: seconds, since the start, and who was last."""
+        since = self.record.lines[-1].get("clock", {}).get("total", 0.0) if self.record.lines else 0.0
+        if not going:
+            return {"seconds": 0.0, "total": since, "slowest": None}
+        heard = Counter(self.capacity[i] for i in weights)
+        sent = {c: self._down[c] + up[c] / max(1, heard[c]) for c in {self.capacity[i] for i in going}}
+        seconds, last = clock.round({i: len(self.data.train[i]) for i in going}, sent)
+        return {"seconds": seconds, "total": since + seconds, "slowest": last}
 
     def _train(self, t: int, ids: list[int], lost: set[int], sizes: Counter[str]) -> Iterator[tuple[Job, Meta, Tree]]:
         """Run `client_update` for all of `ids`; yields chunks in a fixed order, whatever the workers do."""
@@ -274,10 +295,12 @@ class Simulation:
         more: dict[str, Tensor] = {}
         if codecs.keys() & own.keys():
             own, more = torch.func.vmap(lambda row: wire.roundtrip(row, codecs))(own)
-        for name, n in wire.count(shared, coded).items():
+        alike, single = wire.count(shared, coded), wire.count(own, {k: v.sum() for k, v in more.items()})
+        for name, n in alike.items():
             sizes[f"down/{name}"] += n * len(ids)
-        for name, n in wire.count(own, {k: v.sum() for k, v in more.items()}).items():
+        for name, n in single.items():
             sizes[f"down/{name}"] += n
+        self._down[self.capacities[c]] = sum(alike.values()) + sum(single.values()) / len(ids)
         self.pool.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
         return own
 
@@ -289,17 +312,25 @@ class Simulation:
             size = min(len(chosen), self.settings.evaluate_clients)
             chosen = sorted(rng.choice(chosen, size, replace=False).tolist())
         sizes: Counter[str] = Counter()
-        part = getattr(self.data, self.settings.evaluate_part)
-        jobs = self._jobs("evaluate", t, chosen, sizes, {i: len(part[i]) for i in chosen})
-        sums: dict[str, dict[int, float]] = {}
-        for job, (_, data) in zip(jobs, self.pool.run(jobs)):
-            for name, values in data["sums"].items():
-                sums.setdefault(name, {}).update(zip(job.meta["ids"], values.tolist()))
-        clients = evaluate.per_client({k: np.array([v.get(i, 0.0) for i in chosen]) for k, v in sums.items()})
+        clients = self._judge("evaluate", t, chosen, sizes)
+        if self.settings.evaluate_after:  # the local round that would come next; its download is the one just counted
+            after = self._judge("after", t + 1, chosen, Counter())
+            clients |= {f"{k}_after": v for k, v in after.items() if k != "n"}
         found = {k: v for k, v in evaluate.summarise(clients).items() if v}
         if not all(math.isfinite(x) for v in found.values() for x in v.values()):
             raise Divergence(f"Simulator: evaluation after round {t} gave NaN or infinity; {self._advice()}")
         return {"id": list(map(float, chosen)), **clients}, found, sum(sizes.values())
+
+    def _judge(self, do: str, t: int, chosen: list[int], sizes: Counter[str]) -> dict[str, list[float | None]]:
+        """Per-client measures of the models that clients use, or have after a local round of their own."""
+        part = getattr(self.data, self.settings.evaluate_part)
+        load = self.data.train if do == "after" else part
+        jobs = self._jobs(do, t, chosen, sizes, {i: len(load[i]) for i in chosen})
+        sums: dict[str, dict[int, float]] = {}
+        for job, (_, data) in zip(jobs, self.pool.run(jobs)):
+            for name, values in data["sums"].items():
+                sums.setdefault(name, {}).update(zip(job.meta["ids"], values.tolist()))
+        return evaluate.per_client({k: np.array([v.get(i, 0.0) for i in chosen]) for k, v in sums.items()})
 
     # ------------------------------------------------------------------------------------------------ in the workers
 
@@ -307,8 +338,9 @@ class Simulation:
         """One chunk of clients; runs in a worker process (or in this one)."""
         capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
         args = (capacity, t, ids, data["rows"], broadcast["shared"], data["own"], broadcast["common"])
-        if meta["do"] == "evaluate":
-            return {}, {"sums": self.engine.evaluate(*args, self.settings.evaluate_part)}
+        if meta["do"] in ("evaluate", "after"):
+            after = meta["do"] == "after"
+            return {}, {"sums": self.engine.evaluate(*args, part=self.settings.evaluate_part, after=after)}
         answer = self.engine.update(*args)
         if not (tree.all_finite(answer.rows) and tree.all_finite(answer.sent)):
             parts = [(i, tree.take((answer.rows, answer.sent), k)) for k, i in enumerate(ids)]
@@ -382,7 +414,7 @@ class Simulation:
             method=name_of(self.method),
             seed=self.seed,
             rounds=p.round,
-            accuracy=self._protocols(found.get("accuracy", {})),
+            accuracy=self._protocols(found),
             measures=found,
             per_client=clients,
             bytes={**{k: p.totals[k] for k in ("up", "down", "announce", "evaluate", "meta")}, "names": names},
@@ -401,10 +433,12 @@ class Simulation:
             result.write(self.out)
         return result
 
-    def _protocols(self, accuracy: dict[str, float]) -> dict[str, float]:
+    def _protocols(self, found: dict[str, dict[str, float]]) -> dict[str, float]:
         """The last evaluation, with what other protocols would report beside it."""
-        lines = self.record.lines
+        lines, accuracy = self.record.lines, found.get("accuracy", {})
         others = {"last5": evaluate.last(lines), "best": evaluate.best(lines)} if accuracy else {}
+        if "accuracy_after" in found:
+            others |= {"after": found["accuracy_after"]["mean"], "best_after": evaluate.best(lines, "accuracy_after")}
         return {**accuracy, **{k: v for k, v in others.items() if v is not None}}
 
 
@@ -450,6 +484,19 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
         )
     if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
         raise ConfigError("Train: evaluate_part='validation' needs a validation part: set partition.validation > 0.")
+    if task.kinds and not method.any_model:
+        raise ConfigError(
+            f"{type(method).__name__}: all clients must have models of one kind. Got {', '.join(task.kinds)}; use a"
+            " method that shares no models of theirs, such as fedproto, fedtgp or fedkd."
+        )
+    for member in task.kinds.values() or [task]:
+        _try(member, data)
+    if method.needs_classes:
+        class_matrix(task, type(method).__name__)
+
+
+def _try(task: Task, data: FederatedData) -> None:
+    """Refuse a model that does not take the data or does not give what they need."""
     x = data.x[torch.from_numpy(data.train[0][:1])]
     try:
         output = task.predict(task.init(), x)
@@ -463,8 +510,6 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
             raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
     if task.kind == "regression" and output[0].numel() != data.y[0].numel():
         raise ConfigError(f"Task: the model must have {data.y[0].numel()} output(s). Got {output[0].numel()}.")
-    if method.needs_classes:
-        class_matrix(task, type(method).__name__)
 
 
 @contextmanager

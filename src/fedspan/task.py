@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -97,10 +97,41 @@ class Task:
         if not self.stats:
             module, step, names = fuse(self.module)
             self._fused = (module, step, set(names)) if names else None
+        self.kinds: dict[str, Task] = {}
+        self.turns: tuple[str, ...] = ()
+        self._smallest: Task | None = None
         # How many layers should run in a forward pass; None once that has been seen to hold.
         self._fused_layers: int | None = sum(k.endswith("weight") for k in (self._fused[2] if self._fused else ()))
         if not self.names:
             raise ConfigError("Task: the model has no trainable parameters.")
+
+    # ---------------------------------------------------------------- models of several kinds
+
+    @staticmethod
+    def family(kinds: Mapping[str, Task], turns: Sequence[str]) -> Task:
+        """Tasks that differ in their models, as one: clients take the kinds named in `turns` in turn.
+
+        Raises:
+            ConfigError: if their heads differ in shape, so that features and classes could not be compared.
+        """
+        members = dict(kinds)
+        shapes = {k: [tuple(t.init()[name].shape) for name in t.head] for k, t in members.items()}
+        if len({str(s) for s in shapes.values()}) > 1:
+            raise ConfigError(f"Task: models of different kinds must have heads of one shape. Got {shapes}.")
+        sizes = {k: sum(p.numel() for p in t.init().values()) for k, t in members.items()}
+        least = members[min(sizes, key=lambda k: sizes[k])]
+        for task in members.values():
+            task.kinds, task.turns, task._smallest = members, tuple(turns), least
+        return members[turns[0]]
+
+    def kind_of(self, client: int) -> str | None:
+        """The kind of model a client has; None where all have the same."""
+        return self.turns[client % len(self.turns)] if self.turns else None
+
+    @property
+    def smallest(self) -> Task:
+        """Of several kinds the one with fewest parameters, which every client can afford; otherwise the task itself."""
+        return self if self._smallest is None else self._smallest
 
     # ---------------------------------------------------------------- parameters
 

@@ -9,18 +9,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fedspan
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
-from fedspan.engine import Engine
-from fedspan.method import Federation, Method, Who
+from fedspan.method import Method
 from fedspan.methods import METHODS, make
 from fedspan.models import build
-from fedspan.randomness import generator, key
+from fedspan.randomness import generator
 from fedspan.task import Task
 from fedspan.tree import Outer, Tree
+from fedspan.trial import try_round
 
 
 @dataclass(frozen=True)
@@ -44,18 +42,9 @@ def toy() -> tuple[Task, FederatedData]:
 
 def probe(method: Method, task: Task, data: FederatedData, client: int = 0, batch: int = 4) -> Payload:
     """Run one round of one client through the engine, as the simulator does."""
-    engine = Engine(method, task, data, 0, batch, 1, "loop")
-    capacities = tuple(method.capacity_of(i) for i in range(data.clients))
-    capacity = capacities[client]
-    own_task = engine.model(capacity)
-    federation = Federation(data.clients, 0, capacities, data.groups)
-    first = engine.model(sorted(set(capacities), key=str)[0])
-    server, common = method.init_server(first, federation), method.common(first, federation)
-    row = method.init_client(own_task, Who(client, capacity, key(0, "client", client), 0))
-    down = method.download(server, torch.tensor([client]), capacity, 1)
-    answer = engine.update(capacity, 1, [client], tree.stack([row]), down.shared, down.own, common)
-    sent = tree.take(answer.sent, 0)
-    return Payload({**down.shared, **tree.take(down.own, 0)}, tree.take(answer.rows, 0), sent.mean, sent.each)
+    trial = try_round(method, task, data, client, batch)
+    sent = tree.take(trial.answer.sent, 0)
+    return Payload(trial.down, tree.take(trial.answer.rows, 0), sent.mean, sent.each)
 
 
 def facts(name: str) -> dict[str, Any]:
@@ -74,7 +63,7 @@ def facts(name: str) -> dict[str, Any]:
         "sent_each": names(payload.each),
         "weight": method.weight,
         "secure_aggregation": "no" if names(payload.each) or method.weight == "own" else method.secure_sum,
-        "heterogeneous": "no" if cls.capacity_of is Method.capacity_of else "yes",
+        "heterogeneous": "yes" if cls.any_model or cls.capacity_of is not Method.capacity_of else "no",
         "file": _file(cls),
         "fields": {f.name: _default(getattr(method, f.name)) for f in fields(cls)},
     }

@@ -52,6 +52,7 @@ def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, re
         fresh=fresh,
         config=config.recorded(),
         read_only=read_only,
+        devices=config.devices,
     )
 
 

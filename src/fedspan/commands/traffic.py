@@ -112,12 +112,13 @@ def count(config: RunConfig, rule: Published | None = None) -> tuple[Method, Tra
     """Run one client of each capacity on two examples, and count what it received and sent."""
     from fedspan import wire
     from fedspan.commands.probe import probe
+    from fedspan.method import capacity_in
     from fedspan.settings import sample
 
     method, task, data, made_up = _assemble(config)
     data = data.to(next(iter(task.init().values())).dtype)
     tiny = replace(data, train=[rows[:2] for rows in data.train])
-    capacities = [method.capacity_of(i) for i in range(data.clients)]
+    capacities = [capacity_in(method, task, i) for i in range(data.clients)]
     # Half precision has a fixed size; what other codecs make of a tensor depends on its values.
     open_ = {k for k, codec in method.codecs(1).items() if not isinstance(codec, wire.Half)}
     half = method.codecs(1).keys() - open_

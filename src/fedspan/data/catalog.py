@@ -37,6 +37,7 @@ class Known:
     hub_config: str | None = None
     leaf: bool = False  # may also come as LEAF's JSON files
     mat: bool = False  # may also come as MATLAB files of cropped digits
+    tiny: bool = False  # may also come as Tiny-ImageNet's folders of pictures
 
 
 KNOWN: dict[str, Known] = {
@@ -79,6 +80,14 @@ KNOWN: dict[str, Known] = {
         class_names=tuple("0123456789"),
         mat=True,
     ),
+    "tiny-imagenet": Known(
+        hub="zh-plus/tiny-imagenet",
+        shape=(3, 64, 64),
+        mean=(0.4802, 0.4481, 0.3975),
+        std=(0.2770, 0.2691, 0.2821),
+        class_names=tuple(str(i) for i in range(200)),
+        tiny=True,
+    ),
     "femnist": Known(
         hub="flwrlabs/femnist",
         shape=(1, 28, 28),
@@ -96,6 +105,7 @@ SOURCES: dict[str, str] = {
     "cifar10": "colour pictures of 32x32 pixels, 10 classes (parquet)",
     "cifar100": "colour pictures of 32x32 pixels, 100 classes in 20 superclasses (parquet)",
     "svhn": "99,289 house numbers, colour pictures of 32x32 pixels, 10 digits (train_32x32.mat, .npz or parquet)",
+    "tiny-imagenet": "110,000 colour pictures of 64x64 pixels, 200 classes (the published folders, or parquet)",
     "femnist": "814,000 handwritten characters of 28x28 pixels by 3,600 writers, 62 classes (parquet or LEAF's JSON)",
     "OWNER/NAME": "a data set of the Hugging Face hub, read through its `datasets` library",
     "PATH.parquet": "a table with an image column, or with numeric columns, and a label column",

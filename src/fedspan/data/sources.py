@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedspan.data import files, leaf, matlab, tables
+from fedspan.data import files, imagenet, leaf, matlab, tables
 from fedspan.data.catalog import KNOWN, SOURCES, Known
 from fedspan.data.parts import Part, join
 from fedspan.data.pool import Source, assemble
@@ -87,6 +87,7 @@ def _known(name: str, known: Known, root: str | Path | None, limit: int) -> tupl
         except DataError as error:
             looked.append(f"the Hugging Face cache ({error})")
     also = "LEAF's .json" if known.leaf else "train_32x32.mat and test_32x32.mat" if known.mat else "the IDX"
+    also = "the published archive's" if known.tiny else also
     raise DataError(
         f"Data: '{name}' was not found. Looked at: {', '.join(looked)}. Put train.parquet and test.parquet (or {also}"
         f" files) into ROOT/{name} and set data.root or $FEDSPAN_DATA to ROOT, or use source 'digits'."
@@ -109,6 +110,8 @@ def _folder(
         return parts[0], parts[1]
     if known is not None and known.mat and (held := matlab.find_svhn(folder)):
         return matlab.svhn_parts(held, limit)
+    if known is not None and known.tiny and (place := imagenet.find_tiny(folder)):
+        return imagenet.tiny_parts(place, limit, shape)
     idx = files.find_idx(folder)
     if idx:
         return files.idx_parts(idx, limit)

@@ -17,8 +17,11 @@ from fedspan.tree import Params
 Which: TypeAlias = Literal["all", "body"] | tuple[str, ...]
 """All layers, all but the head, or those whose names start with one of some prefixes."""
 
-Chosen: TypeAlias = Literal["all", "body", "large"] | tuple[str, ...]
-"""As `Which`, or the large ones: those below the head that have fewer numbers once they are structured."""
+Chosen: TypeAlias = Literal["all", "body", "large", "main"] | tuple[str, ...]
+"""As `Which`, or the large ones: those below the head that have fewer numbers once they are structured; or the main
+ones: the fewest below the head that hold `MAIN` of its parameters, never the first convolution."""
+
+MAIN = 0.8
 
 
 def candidates(module: nn.Module) -> dict[str, Plain]:
@@ -43,6 +46,8 @@ def choose(task: Task, which: Chosen, who: str, size: Callable[[Plain], int] | N
         ConfigError: if a prefix fits no layer, or there is no layer at all.
     """
     known = candidates(task.module)
+    if which == "main":
+        return _main(task, known, who)
     if which == "large":
         assert size is not None
         found = {k: m for k, m in known.items() if not in_head(task, k) and size(m) < m.weight.numel()}
@@ -61,6 +66,22 @@ def choose(task: Task, which: Chosen, who: str, size: Callable[[Plain], int] | N
         if not any(k.startswith(prefix) for k in known):
             raise ConfigError(f"{who}: layers must begin the name of a layer. Got '{prefix}'.{nearest(prefix, known)}")
     return {k: m for k, m in known.items() if k.startswith(which)}
+
+
+def _main(task: Task, known: dict[str, Plain], who: str) -> dict[str, Plain]:
+    """The largest layers below the head, until they hold `MAIN` of its parameters; without the first convolution."""
+    stem = next((k for k, m in known.items() if isinstance(m, nn.Conv2d)), None)
+    order = [k for k in known if not in_head(task, k) and k != stem]
+    order.sort(key=lambda k: -known[k].weight.numel())
+    start, chosen, held = task.init(), set[str](), 0
+    wanted = MAIN * sum(start[k].numel() for k in task.body)
+    for k in order:
+        if held < wanted:
+            chosen.add(k)
+            held += known[k].weight.numel()
+    if not chosen:
+        raise ConfigError(f"{who}: layers must be 'all' or names where there is no layer below the head. Got 'main'.")
+    return {k: m for k, m in known.items() if k in chosen}
 
 
 def convert(module: nn.Module, names: Iterable[str], make: Callable[[Plain], nn.Module]) -> nn.Module:

@@ -14,6 +14,7 @@ from fedspan.methods.ditto import Ditto
 from fedspan.methods.factorized_fl import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal
 from fedspan.methods.fedala import FedAla
 from fedspan.methods.fedalt import FedAlt, FedSim
+from fedspan.methods.fedara import FedAra, FedAraStar
 from fedspan.methods.fedas import FedAs
 from fedspan.methods.fedavg import FedAvg, FedProx
 from fedspan.methods.fedbabu import FedBabu
@@ -32,6 +33,7 @@ from fedspan.methods.local import Local
 from fedspan.methods.lr_bpfl import LrBpfl
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.per_fedavg import PerFedAvg
+from fedspan.methods.pfedes import PFedAfm, PFedEs
 from fedspan.methods.pfedfda import PFedFda
 from fedspan.methods.pfedlora import PFedLoRA, PFedLoRAJoint
 from fedspan.methods.pfedme import L2gd, PFedMe
@@ -68,6 +70,8 @@ METHODS: dict[str, type[Method]] = {
     "fedas": FedAs,
     "pfedfda": PFedFda,
     "fedkd": FedKd,
+    "pfedes": PFedEs,
+    "pfedafm": PFedAfm,
     "pfl-mf": PflMf,
     "pfl-mf-paper": PflMfPaper,
     "pfl-mf-joint": PflMfJoint,
@@ -90,6 +94,8 @@ METHODS: dict[str, type[Method]] = {
     "fedlmt": FedLMT,
     "feddlr": FedDLR,
     "prism": PriSM,
+    "fedara": FedAra,
+    "fedara-star": FedAraStar,
 }
 
 
@@ -121,6 +127,8 @@ __all__ = [
     "FactorizedLocal",
     "FedAla",
     "FedAlt",
+    "FedAra",
+    "FedAraStar",
     "FedAs",
     "FedAvg",
     "FedBabu",
@@ -147,6 +155,8 @@ __all__ = [
     "LrBpfl",
     "MFedLoRU",
     "Oracle",
+    "PFedAfm",
+    "PFedEs",
     "PFedFda",
     "PFedLoRA",
     "PFedLoRAJoint",

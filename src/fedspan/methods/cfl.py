@@ -74,6 +74,9 @@ class Cfl(Sharing):
         delta = tree.sub(theta, down["theta"])  # Δθ_k = SGD(θ_c) − θ_c
         return {"h": h}, Sent(weight=self.weigh(visit), each={"delta": delta})
 
+    def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
+        return {"theta": tree.add(down["theta"], sent.each["delta"])}
+
     def server_update(self, server: Tree, round: Round) -> Tree:
         ids, cluster, heard, clusters = round.ids, server["cluster"], server["seen"], len(server["a"])
         delta, seen = tree.put(server["delta"], ids, round.each["delta"]), heard.index_fill(0, ids, True)

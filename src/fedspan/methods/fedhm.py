@@ -3,94 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedspan import lowrank, tree
-from fedspan.anneal import Annealed
-from fedspan.batches import Batches
-from fedspan.decay import product_decay
 from fedspan.errors import ConfigError
-from fedspan.layers import Chosen, LowRank, Plain, choose, convert, in_head, part
-from fedspan.local import sgd
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit
+from fedspan.factored import Factored, Reconstructing, Truncating, factors
+from fedspan.layers import Plain
+from fedspan.method import Capacity, Round, Visit
 from fedspan.task import Task
-from fedspan.tree import Params, Tree
+from fedspan.tree import Tree
 from fedspan.wire import Codec, Energy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Truncating(Annealed):
-    """What the three have in common: which layers are of low rank on the wire, and how a payload names its parts."""
-
-    family: ClassVar[str] = "fedhm"
-    local_stats: ClassVar[bool] = False
-
-    layers: Chosen = "body"
-    pointwise: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body", "large")
-
-    def size_of(self, layer: Plain) -> int:
-        """Numbers in the factors of a layer, where those are known beforehand."""
-        return 0
-
-    def chosen(self, task: Task) -> dict[str, Plain]:
-        """The layers of low rank: no convolutions of 1×1 unless `pointwise`, and no private head."""
-        who, plain = type(self).__name__, task.plain
-        found = {
-            k: m
-            for k, m in choose(plain, self.layers, who, self.size_of).items()
-            if (self.pointwise or tuple(m.weight.shape[2:]) != (1, 1)) and not (self.private_head and in_head(plain, k))
-        }
-        if not found:
-            raise ConfigError(f"{who}: layers must name a layer besides 1x1 convolutions and a private head. Got none.")
-        return found
-
-    def apart(self, task: Task, params: Params) -> tuple[Tree, Params]:
-        """What is shared: W or its factors U and V, and the rest as theta; and what stays at home."""
-        theta, h = self.split(task, params)
-        of = {part(k, name): tag for k in self.chosen(task) for name, tag in (("weight", "W"), ("U", "U"), ("V", "V"))}
-        parts: Tree = {"theta": {}}
-        for k, p in theta.items():
-            parts.setdefault(of.get(k, "theta"), {})[k] = p
-        return parts, h
-
-    def whole(self, client: Tree, down: Tree) -> Params:
-        h: Params = client["h"]
-        return tree.merge(down) | h
-
-    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        parts, h = self.apart(task, self.descend(task, self.whole(client, down), visit["train"], self.rate(visit)))
-        return {"h": h}, Sent(weight=self.weigh(visit), mean=parts)
-
-    def descend(self, task: Task, params: Params, stream: Batches, lr: float) -> Params:
-        """Train a model."""
-        return self.fit(task.loss, params, stream, lr)
-
-    def init_server(self, task: Task, federation: Federation) -> Tree:
-        """The shared parts of the common start."""
-        return self.with_moments(self.apart(task, task.init())[0])
-
-    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
-        """All parts."""
-        return Down(shared={k: part for k, part in server.items() if k != "optimizer"})
-
-    def server_update(self, server: Tree, round: Round) -> Tree:
-        """Their means, or a step towards them."""
-        return self.stepped(server, round.mean)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Factored(Truncating):
-    """A client trains factors U and V, with a decay of their product."""
+class Shrunk(Factored):
+    """Ranks are outputs/ρ, and `weight_decay` acts on the products."""
 
     frobenius: bool = True
 
@@ -102,24 +34,16 @@ class Factored(Truncating):
                 " frobenius to false."
             )
 
-    def rank_of(self, shape: torch.Size, rho: float) -> int:
+    def decays(self) -> tuple[float, float]:
+        return (self.weight_decay, self.weight_decay) if self.frobenius else (0.0, 0.0)
+
+    def rank_of(self, shape: Sequence[int], rho: float) -> int:
         """r of a layer: its outputs shrunk by ρ, within what its matrix can have."""
         return min(max(1, round(shape[0] / rho)), lowrank.full_rank(shape))
 
-    def factored(self, task: Task, rho: float) -> Task:
-        """The task with layers U Vᵀ."""
-        names = self.chosen(task)
-        make = lambda layer: LowRank(layer, self.rank_of(layer.weight.shape, rho))
-        return task.converted(lambda module: convert(module, names, make))
-
-    def descend(self, task: Task, params: Params, stream: Batches, lr: float) -> Params:
-        if not (self.frobenius and self.weight_decay):
-            return super().descend(task, params, stream, lr)
-        return sgd(product_decay(task, self.weight_decay), params, stream, lr, momentum=self.momentum)
-
 
 @dataclass(frozen=True, kw_only=True)
-class FedHM(Factored):
+class FedHM(Reconstructing, Shrunk):
     """FedHM. Yao et al., 2021; homogeneous, or with a rank for every client.
 
     The server holds full weights W and sends client k their best factors of rank r = outputs/ρ_k, U = P √Σ and V = Q √Σ
@@ -134,9 +58,6 @@ class FedHM(Factored):
     """
 
     reference: ClassVar[str] = "Yao et al., 2021"
-    moves: ClassVar[bool] = True
-    """Whether factors may change where the weights do not: the server factorises anew after every round."""
-
     weighting: Literal["samples", "uniform"] = "uniform"
     rho: float | tuple[float, ...] = 2.0
     keep_full_rank_history: bool = False
@@ -168,6 +89,9 @@ class FedHM(Factored):
             return super().weigh(visit)
         return torch.full_like(visit.examples, math.exp(-self.rho_of(visit.capacity) / self.temperature))
 
+    def with_ratios(self, ratios: tuple[float, ...]) -> FedHM:
+        return replace(self, rho=tuple(1 / r for r in ratios))
+
     def capacity_of(self, client: int) -> Capacity:
         """ρ of a client, if clients differ in it."""
         return lowrank.turn(self.rhos, client) if len(set(self.rhos)) > 1 else None
@@ -180,46 +104,14 @@ class FedHM(Factored):
         rank = max(self.rank_of(layer.weight.shape, rho) for rho in self.rhos if rho > 1 or max(self.rhos) == 1)
         return factors(layer, rank)
 
-    def model(self, task: Task, capacity: Capacity) -> Task:
-        """Layers U Vᵀ, or the plain ones for a client that can hold them."""
+    def capacities(self) -> Sequence[Capacity]:
+        return sorted(set(self.rhos)) if len(set(self.rhos)) > 1 else [None]
+
+    def rank_at(self, layer: str, shape: Sequence[int], capacity: Capacity) -> int | None:
         rho = self.rho_of(capacity)
-        return task if rho == 1 else self.factored(task, rho)
+        return None if rho == 1 else self.rank_of(shape, rho)
 
     # ------------------------------------------------------------------------------------------------ the server
-
-    def init_server(self, task: Task, federation: Federation) -> Tree:
-        parts, _ = self.apart(task.plain, task.plain.init())
-        return self._decomposed(self.with_moments(parts))
-
-    def _decomposed(self, server: Tree) -> Tree:
-        """The server's weights with their leading factors, of which every client gets as many columns as it can use."""
-        least = min((rho for rho in self.rhos if rho > 1), default=None)
-        if least is None:
-            return server
-        server = {**server, "U": {}, "V": {}}
-        for name, W in server["W"].items():
-            k = name.removesuffix("weight")
-            server["U"][k + "U"], server["V"][k + "V"] = lowrank.leading(W, self.rank_of(W.shape, least))
-        return server
-
-    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
-        rho = self.rho_of(capacity)
-        if rho == 1:
-            return Down(shared={"theta": server["theta"], "W": server["W"]})
-        shared: Tree = {"theta": server["theta"], "U": {}, "V": {}}
-        for name, W in server["W"].items():
-            k, r = name.removesuffix("weight"), self.rank_of(W.shape, rho)
-            for f in "UV":
-                shared[f][k + f] = server[f][k + f][..., :r].contiguous()
-        return Down(shared=shared)
-
-    def lift(self, mean: Tree, shared: Tree, capacity: Capacity) -> Tree:
-        """W_k = U_k V_kᵀ, before they are averaged."""
-        if "U" not in mean:
-            return mean
-        names = [k.removesuffix("U") for k in mean["U"]]
-        W = {k + "weight": lowrank.fold(mean["U"][k + "U"], mean["V"][k + "V"]) for k in names}
-        return {"theta": mean["theta"], "W": W}
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         mean = {k: round.mean[k] for k in ("theta", "W")}
@@ -228,15 +120,11 @@ class FedHM(Factored):
             # One more member, of average weight: what small ranks cannot carry is not lost at once.
             share = float(round.weights.mean() / (round.weights.sum() + round.weights.mean()))
             mean = tree.map(lambda a, b: (1 - share) * a + share * b, mean, {k: server[k] for k in mean})
-        return self._decomposed(self.stepped(server, mean))
-
-    def size(self, server: Tree) -> float:
-        """The norm of the model."""
-        return super().size({k: server[k] for k in ("theta", "W")})
+        return self.decomposed(self.stepped(server, mean))
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedLMT(Factored):
+class FedLMT(Shrunk):
     """FedLMT. Liu et al., ICML 2024: FedAvg of a model whose layers are U Vᵀ from the start.
 
     U and V are averaged each for itself. They start as the best factors of the usual start, of rank outputs/ρ, with
@@ -255,7 +143,7 @@ class FedLMT(Factored):
         return factors(layer, self.rank_of(layer.weight.shape, self.rho))
 
     def model(self, task: Task, capacity: Capacity) -> Task:
-        return self.factored(task, self.rho)
+        return self.factored(task, {k: self.rank_of(m.weight.shape, self.rho) for k, m in self.chosen(task).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,12 +171,6 @@ class FedDLR(Truncating):
 
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"W": Energy(self.energy)}
-
-
-def factors(layer: nn.Linear | nn.Conv2d, rank: int) -> int:
-    """Numbers in U and V of a layer: r k (i + o)."""
-    o, i, h, w = *layer.weight.shape, *(1, 1)[layer.weight.ndim - 2 :]
-    return rank * (o * h + i * w)
 
 
 def matching_rho(task: Task, parameters: int, method: FedHM | FedLMT) -> float:

@@ -14,7 +14,7 @@ from fedspan.batches import Batch
 from fedspan.classes import class_matrix
 from fedspan.errors import ConfigError
 from fedspan.local import gradient
-from fedspan.method import Sent, Sharing, Visit, Who
+from fedspan.method import Federation, Sent, Sharing, Visit, Who
 from fedspan.randomness import key, uniform
 from fedspan.task import Task
 from fedspan.tree import Params, Tree
@@ -26,17 +26,18 @@ class FedKd(Sharing):
     """FedKD. Wu et al., Nature Communications 2022.
 
     Symbols: theta = the mentee, shared; v = the mentor, personal; W = the matrix that turns the mentee's features into
-    the mentor's. Both models have the task's architecture. They minimise their cross-entropies, plus `distill` times
-    the sum over both of (KL divergence to the other's prediction + mean squared distance of features) / Z, with Z the
-    sum of the cross-entropies: the more both err, the less they listen. As in published code Z and the other's
-    prediction pass gradients on; the divergence is per example, where that code also divides by the classes. Gradients
-    of each part are clipped to norm `clip`. On the wire a matrix is cut to the fewest singular values that hold a share
-    of its energy, rising from `energy_start` to `energy_end` over `energy_rounds`; at least one, and never more numbers
-    than the matrix has (published code can send none). Kept: v and W (and h, the mentee's private head if
-    `private_head`). Sent: theta.
+    the mentor's. Both models have the task's architecture; where clients have several, the mentee has the smallest.
+    They minimise their cross-entropies, plus `distill` times the sum over both of (KL divergence to the other's
+    prediction + mean squared distance of features) / Z, with Z the sum of the cross-entropies: the more both err, the
+    less they listen. As in published code Z and the other's prediction pass gradients on; the divergence is per
+    example, where that code also divides by the classes. Gradients of each part are clipped to norm `clip`. On the wire
+    a matrix is cut to the fewest singular values that hold a share of its energy, rising from `energy_start` to
+    `energy_end` over `energy_rounds`; at least one, and never more numbers than the matrix has (published code can send
+    none). Kept: v and W (and h, the mentee's private head if `private_head`). Sent: theta.
     """
 
     reference: ClassVar[str] = "Wu et al., Nature Communications 2022"
+    any_model: ClassVar[bool] = True
     needs_classes: ClassVar[bool] = True
     weighting: Literal["samples", "uniform"] = "uniform"
     distill: float = 1.0
@@ -63,19 +64,22 @@ class FedKd(Sharing):
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"theta": Energy(self.energy(round))}
 
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        return super().init_server(task.smallest, federation)
+
     def init_client(self, task: Task, who: Who) -> Tree:
         start = task.init()
         matrix = start[class_matrix(task, "FedKd")]
         D = matrix.shape[1]
         W = (2 * uniform(key(who.seed, "W"), (D, D), matrix.dtype) - 1) / D**0.5
-        return {**super().init_client(task, who), "v": start, "W": W}
+        return {**super().init_client(task.smallest, who), "v": start, "W": W}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        mentee = down["theta"] | client["h"]
-        stats = {"mentor": tree.select(client["v"], task.stats), "mentee": tree.select(mentee, task.stats)}
+        mentee, small = down["theta"] | client["h"], task.smallest
+        stats = {"mentor": tree.select(client["v"], task.stats), "mentee": tree.select(mentee, small.stats)}
         start = {
             "mentor": tree.without(client["v"], task.stats),
-            "mentee": tree.without(mentee, task.stats),
+            "mentee": tree.without(mentee, small.stats),
             "W": {"W": client["W"]},
         }
 
@@ -85,14 +89,14 @@ class FedKd(Sharing):
             return tree.dot(q, {k: _clipped(part, self.clip) for k, part in g.items()})
 
         new = self.fit(linear, start, visit["train"])
-        theta, h = self.split(task, new["mentee"] | stats["mentee"])
+        theta, h = self.split(small, new["mentee"] | stats["mentee"])
         kept = {"h": h, "v": new["mentor"] | stats["mentor"], "W": new["W"]["W"]}
         return kept, Sent(weight=self.weigh(visit), mean={"theta": theta})
 
     def loss(self, task: Task, q: Tree, stats: Tree, batch: Batch) -> Tensor:
         """What mentor and mentee minimise together."""
         f, z = task.features_and_output(q["mentor"] | stats["mentor"], batch)
-        f_g, z_g = task.features_and_output(q["mentee"] | stats["mentee"], batch)
+        f_g, z_g = task.smallest.features_and_output(q["mentee"] | stats["mentee"], batch)
         errors = batch.mean(task.example_loss(z, batch.y)) + batch.mean(task.example_loss(z_g, batch.y))
         if not self.distill:
             return errors

@@ -36,6 +36,7 @@ class LgFedAvg(FedPer):
     """
 
     reference: ClassVar[str] = "Liang et al., 2020"
+    any_model: ClassVar[bool] = True
     private_head: bool = False
 
     def private(self, task: Task) -> list[str]:

@@ -34,6 +34,7 @@ class FedProto(Training):
     """
 
     reference: ClassVar[str] = "Tan et al., AAAI 2022"
+    any_model: ClassVar[bool] = True
     needs_classes: ClassVar[bool] = True
     lam: float = 1.0
     weighting: Literal["samples", "uniform"] = "samples"

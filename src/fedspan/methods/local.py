@@ -21,6 +21,7 @@ class Local(Training):
     """
 
     reference: ClassVar[str] = "no exchange"
+    any_model: ClassVar[bool] = True
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return {}

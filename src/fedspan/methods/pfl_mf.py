@@ -330,6 +330,9 @@ class PflMf(Cosine):
 
     # ------------------------------------------------------------------------------------------------ use
 
+    def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
+        return {**down, **sent.mean} if self.u_update == "joint" else down
+
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
         return {"all": All()} if task.stats or self.refresh else {}
 

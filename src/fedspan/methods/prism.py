@@ -97,7 +97,8 @@ class PriSM(Sharing):
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         start = {**down["theta"], **down["U"], **down["V"], **client["h"]}
         if self.frobenius and self.weight_decay:
-            new = sgd(product_decay(task, self.weight_decay), start, visit["train"], self.lr, momentum=self.momentum)
+            loss = product_decay(task, task.loss, self.weight_decay, self.weight_decay)
+            new = sgd(loss, start, visit["train"], self.lr, momentum=self.momentum)
         else:
             new = self.fit(task.loss, start, visit["train"])
         parts, h = self.apart(task, new)

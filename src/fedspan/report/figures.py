@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 _SIZE = (4.6, 3.2)  # inches: small, so that letters stay readable when a phone scales it down
 _MOST = 10  # curves with a colour of their own; a person cannot follow more
 _DOTS = 120  # points per method; beyond that, evenly spaced ranks stand for all
-_X = {"round": "round", "bytes": "MB sent, both directions", "seconds": "seconds of training"}
+_X = {
+    "round": "round",
+    "bytes": "MB sent, both directions",
+    "seconds": "seconds of training",
+    "clock": "seconds on the clients' devices, the slowest of each round",
+}
 
 Runs = Sequence[Run | Mapping[str, Any]]
 
@@ -50,7 +55,7 @@ def curves_figure(runs: Runs, x: Axis = "round") -> Figure:
         FedspanError: for an unknown axis.
     """
     if x not in _X:
-        raise FedspanError(f"Report: x must be 'round', 'bytes' or 'seconds'. Got {x!r}.")
+        raise FedspanError(f"Report: x must be 'round', 'bytes', 'seconds' or 'clock'. Got {x!r}.")
     from matplotlib.ticker import MaxNLocator
 
     known = [as_run(r) for r in runs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 from fedspan.report.runs import Group, Run
 from fedspan.report.text import clean, number
 
-Axis = Literal["round", "bytes", "seconds"]
+Axis = Literal["round", "bytes", "seconds", "clock"]
 
 
 @dataclass(frozen=True)
@@ -117,22 +117,33 @@ def alone(run: Run, other: Run, measure: Measure) -> dict[int, float] | None:
 
 
 def points(run: Run, measure: Measure, x: Axis) -> list[tuple[int, float, float]]:
-    """(round, x, value) of every evaluated round; x is the round, or what has been spent so far in MB or seconds."""
+    """(round, x, value) of every evaluated round; x is the round, or what has been spent so far in MB or seconds.
+
+    "clock" is the time on the clients' devices; a round without it adds nothing.
+    """
     out = []
-    sent = seconds = 0.0
+    sent = seconds = clock = 0.0
     for line in run.lines:
         sent += sum(number(line["bytes"].get(k)) or 0.0 for k in ("up", "down", "announce"))
         seconds += number(line.get("seconds")) or 0.0
+        clock += time_on_devices(line) or 0.0
         found = line.get(measure.name)
         y = number(found.get("mean")) if isinstance(found, dict) else None
         if y is not None:
-            at = {"round": float(line["round"]), "bytes": sent / 1e6, "seconds": seconds}[x]
+            at = {"round": float(line["round"]), "bytes": sent / 1e6, "seconds": seconds, "clock": clock}[x]
             out.append((int(line["round"]), at, y))
     last = value(run, measure)
     # A resumed run evaluates once more at the end without a line of its own.
     if last is not None and run.lines and (not out or out[-1][0] < run.rounds):
-        out.append((run.rounds, {"round": float(run.rounds), "bytes": sent / 1e6, "seconds": seconds}[x], last))
+        spent = {"round": float(run.rounds), "bytes": sent / 1e6, "seconds": seconds, "clock": clock}
+        out.append((run.rounds, spent[x], last))
     return out
+
+
+def time_on_devices(line: Mapping[str, Any]) -> float | None:
+    """How long a round would have taken on the clients' devices, if that was asked for."""
+    told = line.get("clock")
+    return number(told.get("seconds")) if isinstance(told, Mapping) else None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fedspan.errors import FedspanError
 from fedspan.report import figures
 from fedspan.report.assets import SCRIPT, STYLE
 from fedspan.report.canvas import inline_svg
-from fedspan.report.measures import Client, alone, clients
+from fedspan.report.measures import Client, alone, clients, time_on_devices
 from fedspan.report.palette import Look, looks
 from fedspan.report.repeat import configuration, facts, notes
 from fedspan.report.runs import Group, Run, group
@@ -172,6 +172,16 @@ def _figures(runs: Sequence[Run], rows: Sequence[Row]) -> str:
         ),
         ("Traffic", "All clients and rounds, mean over seeds.", f"{sent}.", lambda: figures.bytes_figure(runs)),
     ]
+    if all(run.lines and time_on_devices(run.lines[-1]) is not None for run in runs):
+        those.insert(
+            2,
+            (
+                f"{name.capitalize() if measure.percent else name} over time on devices",
+                "A round is as long as its slowest participant computes and sends.",
+                f"At the end: {order}.",
+                lambda: figures.curves_figure(runs, "clock"),
+            ),
+        )
     out = ""
     for k, (heading, caption, label, draw) in enumerate(those):
         svg = inline_svg(draw, f"{heading}. {label}", f"f{k}")

@@ -24,6 +24,7 @@ _NEEDED: dict[str, type] = {
 }
 # These change neither the experiment nor its numbers, so they never tell two settings apart.
 _SILENT = {"name", "data.root", "method.name", "out", "workers", "train.workers", "train.memory_mb"}
+_SILENT |= {"train.evaluate_after"}
 _DEPTH = 3
 
 

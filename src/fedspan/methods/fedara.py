@@ -1,0 +1,245 @@
+"""FedARA: every client trains the rank it can afford, held near anchors that the received extractor gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedspan import lowrank, tree
+from fedspan.batches import All, Amount, Batch, Batches, Epochs
+from fedspan.classes import class_matrix, class_means
+from fedspan.errors import ConfigError, nearest
+from fedspan.factored import Reconstructing, factors, layer_of
+from fedspan.layers import Plain
+from fedspan.levels import LEVELS
+from fedspan.local import Loss
+from fedspan.method import Capacity, Round, Sent, Visit, Who
+from fedspan.task import Task
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAra(Reconstructing):
+    """FedARA. CVPR 2026; read from a summary without its displayed formulas, see docs/methods/fedara.md.
+
+    Symbols: W and theta = ω, the extractor, full on the server; U, V = its factors at a client's rank ratio r_k; h =
+    θ_k, the personal classifier; lam = λ, rho = ρ. Clients take the entries of `ratio` in turn (or those of a list of
+    `fedspan.levels.LEVELS`, by its name); 1 is dense. Ranks are r_k·min(m, n) of an m × n matrix, or r_k·outputs
+    (`rank_rule`); kernels are read as o·k × i·k. Decomposed are `layers` ("main": the fewest that hold 80 % of the
+    extractor, not the first convolution), or per client, in turn, those of `layer_sets` ("fc1+fc2"). A client minimises
+    CE + λ_t·(distance of features to the anchor of their class) + ρ/2 ‖U Vᵀ‖² (`rho_rule`: or ρ); anchors are class
+    means under the extractor as received; λ_t is 0 in round 1 and reaches λ after `warmup` more.
+
+    A ratio whose factors are larger than the layer is refused unless `allow_larger`, which also makes a ratio of 1
+    factors. With `aggregate` = "changes" the server adds the mean of what clients changed in what they were sent: the
+    part of ω that a small rank cannot carry stays, where the mean of the models takes it for zero. `weight_decay` acts
+    on what is not decomposed. `watch` records the distance to the anchors after training, for one more pass. Kept: h.
+    Sent: theta (what is not decomposed), and U and V, or W.
+    """
+
+    family: ClassVar[str] = "fedara"
+    reference: ClassVar[str] = "FedARA, CVPR 2026"
+    local_stats: ClassVar[bool] = True
+    needs_classes: ClassVar[bool] = True
+
+    private_head: bool = True
+    layers: Literal["all", "body", "large", "main"] | tuple[str, ...] = "main"
+    layer_sets: tuple[str, ...] = ()
+    ratio: float | str | tuple[float, ...] = 1.0
+    rank_rule: Literal["min_dim", "out_channels"] = "min_dim"
+    allow_larger: bool = False
+    lam: float = 10.0
+    warmup: int = 10
+    fac_reduction: Literal["mse", "sum"] = "mse"
+    rho: float = 1e-3
+    rho_rule: Literal["half", "whole"] = "half"
+    aggregate: Literal["models", "changes"] = "models"
+    watch: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        who = type(self).__name__
+        if isinstance(self.ratio, str) and self.ratio not in LEVELS:
+            raise ConfigError(f"{who}: ratio must be numbers or a list of levels.{nearest(self.ratio, LEVELS)}")
+        ok = [isinstance(r, int | float) and not isinstance(r, bool) and 0 < r <= 1 for r in self.ratios]
+        if not ok or not all(ok):
+            raise ConfigError(f"{who}: ratio must be one or more numbers in (0, 1]. Got {self.ratio!r}.")
+        self.one_of("rank_rule", "min_dim", "out_channels")
+        self.require("lam", 0.0, allow_zero=True)
+        self.count("warmup", 1)
+        self.one_of("fac_reduction", "mse", "sum")
+        self.require("rho", 0.0, allow_zero=True)
+        self.one_of("rho_rule", "half", "whole")
+        self.one_of("aggregate", "models", "changes")
+
+    # ------------------------------------------------------------------------------------------------ capacities
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """r_k of the clients, in turn."""
+        if isinstance(self.ratio, str):
+            return LEVELS[self.ratio]
+        return self.ratio if isinstance(self.ratio, tuple) else (self.ratio,)
+
+    def with_ratios(self, ratios: tuple[float, ...]) -> FedAra:
+        return replace(self, ratio=ratios)
+
+    def capacity_of(self, client: int) -> Capacity:
+        """r_k, with Q_k if there are several; None where all are alike."""
+        return self._affords(client) if len(self.capacities()) > 1 else None
+
+    def _affords(self, client: int) -> float | tuple[float, str]:
+        ratio = lowrank.turn(self.ratios, client)
+        return (ratio, lowrank.turn(self.layer_sets, client)) if self.layer_sets else ratio
+
+    def capacities(self) -> Sequence[Capacity]:
+        turns = math.lcm(len(self.ratios), max(1, len(self.layer_sets)))
+        found: set[Capacity] = {self._affords(k) for k in range(turns)}
+        return sorted(found, key=str) if len(found) > 1 else [None]
+
+    def rank_at(self, layer: str, shape: Sequence[int], capacity: Capacity) -> int | None:
+        found: Any = self._affords(0) if capacity is None else capacity
+        ratio, mine = found if isinstance(found, tuple) else (found, None)
+        r = float(ratio)
+        dense = mine is not None and not any(layer.startswith(name) for name in _names(mine))
+        if dense or (r == 1 and not self.allow_larger):
+            return None
+        full = lowrank.full_rank(shape)
+        return min(max(1, round(r * (full if self.rank_rule == "min_dim" else shape[0]))), full)
+
+    def size_of(self, layer: Plain) -> int:
+        ranks = [self.rank_at("", layer.weight.shape, r) for r in self.ratios]  # only asked without layer_sets
+        return max((factors(layer, r) for r in ranks if r is not None), default=0)
+
+    def chosen(self, task: Task) -> dict[str, Plain]:
+        """The layers that are decomposed for any client; none if all are dense."""
+        if all(r == 1 for r in self.ratios) and not self.allow_larger:
+            return {}
+        if not self.layer_sets:
+            return super().chosen(task)
+        names = tuple(dict.fromkeys(name for names in self.layer_sets for name in _names(names)))
+        return self.among(task, names) if names else {}
+
+    def ranks(self, task: Task, capacity: Capacity) -> dict[str, int]:
+        found, layers = super().ranks(task, capacity), self.chosen(task)
+        for k, r in found.items():
+            if factors(layers[k], r) > layers[k].weight.numel() and not self.allow_larger:
+                full = lowrank.full_rank(layers[k].weight.shape)
+                most = layers[k].weight.numel() / factors(layers[k], 1) / full
+                raise ConfigError(
+                    f"{type(self).__name__}: ratio must leave layer '{k}' smaller than dense, at most {most:.2f} of its"
+                    f" full rank {full}. Got rank {r}; use a smaller ratio, 1 for dense, or allow_larger."
+                )
+        return found
+
+    # ------------------------------------------------------------------------------------------------ the client
+
+    def strength(self, round: int) -> float:
+        """λ_t: 0 in the first round, rising in equal steps to λ in round `warmup` + 1."""
+        return self.lam * min(1.0, (round - 1) / self.warmup)
+
+    def decays(self) -> tuple[float, float]:
+        return self.rho * (1 if self.rho_rule == "half" else 2), self.weight_decay
+
+    def plan(self) -> Mapping[str, Amount]:
+        return {"train": Epochs(), "all": All()} if self.lam or self.watch else {"train": Epochs()}
+
+    def init_client(self, task: Task, who: Who) -> Tree:
+        start = super().init_client(task, who)
+        return start | {"gap": torch.zeros_like(next(iter(task.init().values())).sum())} if self.watch else start
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        start, lam = self.whole(client, down), self.strength(int(visit.round))
+        a = self.anchors(task, start, visit["all"]) if lam or self.watch else None
+        loss = self.aligned(task, a, lam) if a is not None and lam else task.loss
+        new = self.descend(task, start, visit["train"], self.rate(visit), loss)
+        parts, h = self.apart(task, new)
+        seen = {"gap": self.gap(task, new, a, visit["all"])} if self.watch and a is not None else {}
+        return {"h": h, **seen}, Sent(weight=self.weigh(visit), mean=parts)
+
+    def anchors(self, task: Task, received: Params, stream: Batches) -> Tensor:
+        """a_{k,c}: mean feature of every class under the extractor as received, [C, D]; in evaluation mode."""
+        if task.stats:  # kept at home, they belong to the weights of the last visit
+            received = task.estimate_statistics(received, stream)
+        return class_means(task, received, stream, received[class_matrix(task, type(self).__name__)])[0]
+
+    def apartness(self, features: Tensor, a: Tensor) -> Tensor:
+        """‖R_i − a_{k,y_i}‖² of each example, as a mean or a sum over the D features."""
+        far = (features - a).square()
+        return far.mean(1) if self.fac_reduction == "mse" else far.sum(1)
+
+    def aligned(self, task: Task, a: Tensor, lam: float) -> Loss:
+        """L_CE + λ_t L_FAC, the latter a mean over the examples of a batch."""
+
+        def near(p: Params, batch: Batch) -> Tensor:
+            features, output = task.features_and_output(p, batch)
+            return batch.mean(task.example_loss(output, batch.y) + lam * self.apartness(features, a[batch.y]))
+
+        return near
+
+    def gap(self, task: Task, params: Params, a: Tensor, stream: Batches) -> Tensor:
+        """L_FAC over all training examples, in evaluation mode."""
+        total, n = torch.zeros_like(a[0, 0]), torch.zeros_like(a[0, 0])
+        with torch.no_grad():
+            for batch in stream:
+                total = total + (self.apartness(task.features(params, batch.x), a[batch.y]) * batch.w).sum()
+                n = n + batch.w.sum()
+        return total / n.clamp_min(1)
+
+    # ------------------------------------------------------------------------------------------------ the server
+
+    def lift(self, mean: Tree, shared: Tree, capacity: Capacity) -> Tree:
+        """R(ω̃_k), or what it changed of R(D(ω))."""
+        full = super().lift(mean, shared, capacity)
+        if self.aggregate == "models":
+            return full
+        change: Tree = tree.sub(full, super().lift(shared, shared, capacity))
+        return change
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        """ω ← Σ_k n_k/n R(ω̃_k), factorised anew."""
+        if self.aggregate == "models":
+            return super().server_update(server, round)
+        return self.decomposed(self.stepped(server, {k: tree.add(server[k], part) for k, part in round.mean.items()}))
+
+    # ------------------------------------------------------------------------------------------------ what is seen
+
+    def observe(self, client: Tree) -> Mapping[str, Tensor]:
+        return {"alignment": client["gap"]} if self.watch else {}
+
+    def monitor(self, server: Tree) -> dict[str, float]:
+        """Per layer the rank of ω as a share of the full one, by σ and by energy; per level what truncation loses."""
+        seen: dict[str, float] = {}
+        lost = dict.fromkeys(self.capacities(), 0.0)
+        for name, W in server.get("W", {}).items():
+            s, layer = torch.linalg.svdvals(lowrank.unfold(W)), layer_of(name)
+            energy = s.square().cumsum(0) / s.square().sum().clamp_min(torch.finfo(s.dtype).tiny)
+            live = s > s[0] * max(lowrank.unfold(W).shape) * torch.finfo(s.dtype).eps
+            seen[f"rank {layer}"] = int(live.sum()) / len(s)
+            seen[f"rank of 99 % energy {layer}"] = min(int((energy < 0.99).sum()) + 1, len(s)) / len(s)
+            for c in lost:
+                r = self.rank_at(layer, W.shape, c)
+                lost[c] += 0.0 if r is None else float(s[r:].square().sum())
+        size = max(float(tree.squared_norm({k: v for k, v in server.items() if k in ("theta", "W")})), 1e-300)
+        levels = {self._affords(0) if c is None else c: v for c, v in lost.items()}
+        return seen | {f"truncation at {c}": math.sqrt(v / size) for c, v in levels.items()} if seen else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAraStar(FedAra):
+    """FedARA* (FedARA, CVPR 2026): FedARA with a rank ratio of one half for all clients.
+
+    Kept: h. Sent: theta (what is not decomposed), U and V.
+    """
+
+    ratio: float | str | tuple[float, ...] = 0.5
+
+
+def _names(joined: str) -> list[str]:
+    """The layers of a set like "fc1+fc2"; an empty one decomposes nothing."""
+    return [name for name in joined.split("+") if name]
