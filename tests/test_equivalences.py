@@ -104,6 +104,19 @@ def test_one_literal_step_on_u_is_the_gradient_step(mapping: str) -> None:
     assert float((start - paper.record.server["U"]).abs().max()) > 1e-4
 
 
+@pytest.mark.parametrize("mapping", ["vmap", "loop"])
+@pytest.mark.parametrize(("name", "fields"), [("pfedes", {"mu": 0.0}), ("pfedafm", {"lr_alpha": 0.0})])
+def test_models_that_do_not_look_at_the_common_part_are_local(name: str, fields: dict[str, Any], mapping: str) -> None:
+    a, b = (finished(method, mapping=mapping) for method in (make(name, **fields, **STEPS), make("local", **STEPS)))
+    for i in range(3):
+        assert_close(a.record.row(i)["theta"], b.record.row(i)["theta"])
+
+
+def test_fedara_star_is_fedara_at_half_the_rank() -> None:
+    a, b = (finished(m) for m in (make("fedara-star", **STEPS), make("fedara", ratio=0.5, **STEPS)))
+    assert_close(a.record.server, b.record.server)
+
+
 def test_a_line_that_does_not_hold_without_its_condition() -> None:
     """FedSim equals FedPer only while the server's step is 1; FedAvg's mean needs the same weights on both sides."""
     assert not _alike(finished(FedSim(server_lr=0.5, **STEPS)), finished(make("fedper", **STEPS)))

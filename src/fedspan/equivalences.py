@@ -113,6 +113,21 @@ LINES: tuple[Line, ...] = (
         "test_fedara::test_with_shared_heads_and_without_anchors_it_is_fedhm",
     ),
     Line(
+        ("fedara-star", "fedara"),
+        "FedARA* = FedARA(ratio = 1/2)",
+        "test_equivalences::test_fedara_star_is_fedara_at_half_the_rank",
+    ),
+    Line(
+        ("pfedes",),
+        "pFedES(mu = 0) = Local",
+        "test_equivalences::test_models_that_do_not_look_at_the_common_part_are_local",
+    ),
+    Line(
+        ("pfedafm",),
+        "pFedAFM(lr_alpha = 0) = Local",
+        "test_equivalences::test_models_that_do_not_look_at_the_common_part_are_local",
+    ),
+    Line(
         ("fedas",),
         "FedAS(no alignment, equal traces) = FedPer(uniform)",
         "test_feature_methods::test_fedas_without_alignment_and_with_equal_traces_is_fedper",

@@ -56,7 +56,7 @@ class PFedEs(Averaging):
                 raise ConfigError("PFedEs: the model must begin with a convolution or a linear layer. It does not.")
         like = next(iter(task.init().values()))
         named = {f"{k}.{n}": p for k, m in enumerate(parts) for n, p in m.named_parameters()}
-        return {"g": {k: p.detach().to(like.dtype) for k, p in named.items()}}
+        return self.with_moments({"g": {k: p.detach().to(like.dtype) for k, p in named.items()}})
 
     def extract(self, g: Params, x: Tensor) -> Tensor:
         """g(x), of the shape of x."""
@@ -89,7 +89,7 @@ class PFedEs(Averaging):
         return {"theta": theta}, Sent(weight=self.weigh(visit), mean={"g": g})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        return {"g": round.mean["g"]}
+        return self.stepped(server, {"g": round.mean["g"]})
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         theta: Tree = client["theta"]
@@ -120,7 +120,7 @@ class PFedAfm(Averaging):
             self.require("lr_common", 0.0, allow_zero=True)
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
-        return {"w": tree.select(task.smallest.init(), task.smallest.body)}
+        return self.with_moments({"w": tree.select(task.smallest.init(), task.smallest.body)})
 
     def init_client(self, task: Task, who: Who) -> Tree:
         start, small = task.init(), task.smallest
@@ -157,7 +157,7 @@ class PFedAfm(Averaging):
         return kept, Sent(weight=self.weigh(visit), mean={"w": tree.without(w, small.stats)})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        return {"w": round.mean["w"]}
+        return self.stepped(server, {"w": round.mean["w"]})
 
     def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
         return {**down, **sent.mean}
