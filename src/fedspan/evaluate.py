@@ -16,11 +16,16 @@ def per_client(sums: Mapping[str, Floats]) -> dict[str, list[float | None]]:
     n = np.asarray(sums["n"], np.float64)
     out: dict[str, list[float | None]] = {"n": [int(c) for c in n]}
     for name, total in sums.items():
-        if name == "n":
+        if name in ("n", "tokens", "token_loss"):
             continue
         out[name] = [float(s / c) if c > 0 else None for s, c in zip(np.asarray(total, np.float64), n)]
         if name == "squared_error":
             out["rmse"] = [None if v is None else float(np.sqrt(v)) for v in out[name]]
+    if "tokens" in sums:  # per token, not per row: the loss whose exponential is the perplexity
+        pairs = zip(np.asarray(sums["token_loss"], np.float64), np.asarray(sums["tokens"], np.float64))
+        out["loss"] = [float(s / c) if c > 0 else None for s, c in pairs]
+        with np.errstate(over="ignore"):
+            out["perplexity"] = [None if v is None else float(np.exp(v)) for v in out["loss"]]
     return out
 
 
