@@ -66,14 +66,20 @@ def best(lines: Sequence[Mapping[str, Any]], measure: str = "accuracy") -> float
     return max((v for _, v in curve(lines, measure)), default=None)
 
 
-def to_target(lines: Sequence[Mapping[str, Any]], target: float, measure: str = "accuracy") -> dict[str, Any] | None:
-    """Round, bytes sent (both ways) and seconds when the mean first reaches a target; None if it never does."""
+def to_target(
+    lines: Sequence[Mapping[str, Any]], target: float, measure: str = "accuracy", higher: bool = True
+) -> dict[str, Any] | None:
+    """Round, bytes sent (both ways) and seconds when the mean first reaches a target; None if it never does.
+
+    `higher` says whether a higher value is better; otherwise the mean must fall to the target.
+    """
     up = down = 0
     seconds = 0.0
     for line in lines:
         up += line["bytes"]["up"]
         down += line["bytes"]["down"] + line["bytes"].get("announce", 0)
         seconds += line["seconds"]
-        if line.get(measure) and line[measure]["mean"] >= target:
+        mean = line[measure]["mean"] if line.get(measure) else None
+        if mean is not None and (mean >= target if higher else mean <= target):
             return {"round": line["round"], "up": up, "down": down, "seconds": seconds}
     return None

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedspan import lowrank
 from fedspan.errors import ConfigError
 from fedspan.language.model import CausalLM, language_model
 from fedspan.language.places import library
@@ -76,16 +77,11 @@ def _given(layer: Adapter) -> list[Pair]:
 
 def _moved(new: Tensor, old: Tensor) -> list[Pair]:
     """Factors of new − old, of the rank it has beyond the rounding of its sum."""
-    gap = new.double() - old.double()
-    if not bool(gap.any()):
+    P, sigma, Q = lowrank.changed(new, old)
+    if not len(sigma):
         return []
-    P, s, Q = torch.linalg.svd(gap, full_matrices=False)
-    # Every number of W is rounded when something is added: noise of this norm, whose directions mean nothing.
-    largest = float(torch.maximum(new.abs().max(), old.abs().max()))
-    noise = torch.finfo(new.dtype).eps * largest * (gap.shape[0] ** 0.5 + gap.shape[1] ** 0.5)
-    r = max(1, int((s > noise).sum()))
-    root = s[:r].sqrt()
-    return [((P[:, :r] * root).to(new.dtype), (root[:, None] * Q[:r]).to(new.dtype))]
+    root = sigma.sqrt()
+    return [((P * root).to(new.dtype), (Q * root).T.to(new.dtype))]
 
 
 def _write(made: CausalLM, pairs: dict[str, list[Pair]], rank: int, folder: Path, base: str) -> None:
