@@ -315,6 +315,7 @@ def test_methods_train_language_models_and_peft_gives_the_same_loss(
     assert told == ([0, 4 * pair * 8, 0] if method.tau else [0] * 3)  # to all four clients
 
     task, weights = sim.personal(0)
+    before_export = tree.digest(dict(task.module.state_dict()))
     rank = save_adapter(task, weights, tmp_path / "adapter", "base")
     assert rank == 2 * (2 if method.tau else 1) + (1 if isinstance(method, PFedLoRU) else 0)
     save_merged(sim.task, sim.task.init(), tmp_path / "base")
@@ -324,6 +325,7 @@ def test_methods_train_language_models_and_peft_gives_the_same_loss(
     assert abs(loss_of(after, data) - clients["loss"][0]) < 1e-10 < abs(before - clients["loss"][0])
     save_merged(task, weights, tmp_path / "merged", byte_tokenizer())
     assert abs(loss_of(load_base(str(tmp_path / "merged")).double(), data) - clients["loss"][0]) < 1e-10
+    assert tree.digest(dict(task.module.state_dict())) == before_export  # copies may share, but nobody writes there
     assert load_tokenizer(str(tmp_path / "merged")).encode("sun") == byte_tokenizer().encode("sun")
 
 

@@ -264,11 +264,12 @@ class Task:
     def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
         """What evaluation averages over the examples: loss, and accuracy or squared error, each [B].
 
-        Of token rows with the usual loss, `token_loss` is summed over `tokens`: long answers count for more than short.
+        Of token rows with the usual loss there is also its sum over a row, `token_loss`, and how many `tokens` that is
+        over: evaluation divides the sums, so that long answers count for more than short ones.
         """
-        if self.kind == "language" and self._own_loss is None:
-            return {"token_loss": self._token_loss(output, y), "tokens": (y != -100).sum(1).to(output.dtype)}
         out = {"loss": self.example_loss(output, y)}
+        if self.kind == "language" and self._own_loss is None:
+            out |= {"token_loss": self._token_loss(output, y), "tokens": (y != -100).sum(1).to(output.dtype)}
         if self.kind == "classification":
             out["accuracy"] = (output.argmax(1) == y).to(output.dtype)
         elif self.kind == "regression":

@@ -49,9 +49,9 @@ def save_adapter(task: Task, weights: Params, folder: str | Path, base: str = ""
     for k in layers:
         layer = held.get_submodule(k)
         assert isinstance(layer, Adapter)
-        pairs[k] = [*_given(layer), *_moved(layer.weight.detach(), start[f"{k}.weight"])]
-        if layer.factors not in ((), ("A", "B")):
-            pairs[k] = _moved(layer.compose().detach(), start[f"{k}.weight"])
+        given = layer.factors in ((), ("A", "B"))
+        weight = layer.weight if given else layer.compose()  # LoHa and LoKr have no pair to give
+        pairs[k] = [*(_given(layer) if given else []), *_moved(weight.detach(), start[f"{k}.weight"])]
     for name, p in weights.items():
         if any(name.startswith(k) for k in inside):
             continue

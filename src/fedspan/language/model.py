@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from fedspan.errors import ConfigError, nearest
 from fedspan.language.llama2c import read_model
 from fedspan.language.places import find, library
+from fedspan.layers import Structured
 
 
 class CausalLM(nn.Module):
     """Rows of tokens to rows of logits. Rows are padded on the right: no token sees what comes after it.
 
     Layers whose names end in one of `targets` are trainable, all else is constant; without targets all is trainable.
-    Copies share what is constant.
+    Copies share what is constant for good.
     """
 
     def __init__(self, lm: Any, targets: Sequence[str] = ()) -> None:
@@ -44,8 +45,11 @@ class CausalLM(nn.Module):
         return logits
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CausalLM:
+        # Weights beside factors are constants for a client only: models with other ones are loaded into copies.
+        owned = {id(p) for m in self.modules() if isinstance(m, Structured) for p in m.parameters()}
         for p in self.parameters():
-            if not p.requires_grad:  # another parameter on the same memory: a cast of one leaves the other alone
+            if not p.requires_grad and id(p) not in owned:
+                # Another parameter on the same memory: a cast of one leaves the other alone.
                 memo.setdefault(id(p), nn.Parameter(p.data, requires_grad=False))
         made = CausalLM.__new__(CausalLM)
         memo[id(self)] = made
