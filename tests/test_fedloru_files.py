@@ -104,25 +104,25 @@ def test_a_loss_must_fall_to_its_target() -> None:
 
 
 def test_rounds_and_bytes_to_a_target(tmp_path: Path) -> None:
-    exp = tmp_path / "x.toml"
+    exp, out = tmp_path / "x.toml", tmp_path / "runs"
     exp.write_text(
-        "rounds = 6\n[data]\nlimit = 400\n[partition]\nclients = 4\n[method]\nlr = 0.2\n[methods.fedavg]\n"
+        "rounds = 3\n[data]\nlimit = 200\n[partition]\nclients = 4\n[model]\nhidden = [16]\n[method]\nlr = 0.3\n"
         "[methods.fedlora]\nrank = 2\n[train]\nworkers = 1\nbatch_size = 16\n"
     )
-    out = tmp_path / "runs"
-    call("compare", str(exp), "--seeds", "2", "--out", str(out), "-q", "model.hidden=[16]")
+    for name, seed in (("fedavg", 0), ("fedlora", 0), ("fedlora", 1)):
+        call("run", str(exp), f"method.name={name}", f"seed={seed}", "--out", str(out / f"{name}-{seed}"), "-q")
     table, figure = tmp_path / "t.csv", tmp_path / "t.svg"
     told = call(
-        "targets", str(out), "--accuracy", "0.3", "--accuracy", "0.999", "--csv", str(table), "--figure", str(figure)
+        "targets", str(out), "--accuracy", "0.15", "--accuracy", "0.999", "--csv", str(table), "--figure", str(figure)
     )
     assert "not reached" in told.stdout and "fedlora" in told.stdout
     rows = [line.split(",") for line in table.read_text().splitlines()]
     assert rows[0][:4] == ["accuracy", "method", "seeds", "reached"] and len(rows) == 5
-    reached = {r[1]: r for r in rows[1:] if r[0] == "0.3"}
-    for name, numbers in (("fedavg", 64 * 16 + 16 + 16 * 10 + 10), ("fedlora", 2 * (64 + 16) + 16 + 16 * 10 + 10)):
-        r = reached[name]
-        assert r[2:4] == ["2", "2"] and float(r[8]) == pytest.approx(float(r[4]) * 2 * 4 * 4 * numbers)
+    reached = {r[1]: r for r in rows[1:] if r[0] == "0.15"}
+    for name, seeds, numbers in (("fedavg", "1", 64 * 16 + 16), ("fedlora", "2", 2 * (64 + 16) + 16)):
+        r, sent = reached[name], numbers + 16 * 10 + 10
+        assert r[2:4] == [seeds, seeds] and float(r[8]) == pytest.approx(float(r[4]) * 2 * 4 * 4 * sent)
     assert [r[4] for r in rows[1:] if r[0] == "0.999"] == ["", ""]
-    assert "30 %" in figure.read_text()
+    assert "15 %" in figure.read_text()
     assert "fraction in (0, 1]" in failing("targets", str(out), "--accuracy", "80")
     assert "need --accuracy" in failing("targets", str(out), "--loss", "2")
