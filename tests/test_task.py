@@ -299,7 +299,9 @@ def test_language_leaves_out_what_is_not_predicted() -> None:
     expected = torch.stack([-(p[0, 0, 2] + p[0, 1, 3]) / 2, -p[1, 0, 5], torch.zeros((), dtype=torch.float64)])
     assert_close(task.example_loss(task.predict(task.init(), x), y).detach(), expected.detach())
     assert_close(task.loss(task.init(), batch(x, y)).detach(), expected.mean().detach())
-    assert list(task.measures(task.predict(task.init(), x), y)) == ["loss"]
+    found = task.measures(task.predict(task.init(), x), y)
+    assert list(found) == ["loss", "token_loss", "tokens"] and found["tokens"].tolist() == [2, 1, 0]
+    assert_close((found["token_loss"] / found["tokens"].clamp_min(1)).detach(), expected.detach())
     start = task.init()
     ys, w = torch.stack([y, y.flip(0)]), torch.ones(2, 3, dtype=torch.float64)
     mapped = vmap(lambda yy, ww: sgd(task.loss, start, [batch(x, yy, ww)], 0.5))(ys, w)

@@ -23,6 +23,7 @@ from fedspan.commands.report import report
 from fedspan.commands.reproduce import reproduce
 from fedspan.commands.run import run
 from fedspan.commands.sweep import sweep
+from fedspan.commands.targets import targets
 from fedspan.commands.theory import theory
 from fedspan.commands.traffic import bytes_
 from fedspan.errors import FedspanError
@@ -55,7 +56,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Personalised federated learning with low-rank structure: simulate and compare methods.",
 )
-for command in (demo, run, compare, sweep, reproduce, report, methods, data, partition, doctor, export, onboard):
+for command in (
+    demo,
+    run,
+    compare,
+    sweep,
+    reproduce,
+    report,
+    targets,
+    methods,
+    data,
+    partition,
+    doctor,
+    export,
+    onboard,
+):
     app.command()(command)
 app.command("bytes")(bytes_)
 app.command()(capacity)

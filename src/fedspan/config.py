@@ -19,6 +19,7 @@ from fedspan.data import FederatedData, Source, load, partition
 from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.method import Method
 from fedspan.methods import METHODS, make
+from fedspan.models.registry import is_language
 from fedspan.randomness import torch_seed
 from fedspan.settings import Settings
 from fedspan.task import Task
@@ -55,6 +56,11 @@ class RunConfig:
         for name in (self.method["name"], *self.methods):
             self.only(name)
         known = known_shape(self.data)
+        if known is not None and is_language(self.model.kind):
+            raise ConfigError(
+                f"Data: model '{self.model.kind}' needs instruction records (.json or .jsonl). Got source"
+                f" '{self.data.source}'."
+            )
         if known is not None:
             for kind in self.model.kinds or (self.model.kind,):
                 with torch_seed(0):
@@ -225,9 +231,34 @@ def _source(source: str, root: str | None, size: int | None, limit: int | None, 
 def assemble_data(config: RunConfig) -> FederatedData:
     """Load and divide the data; a source is read once per process."""
     d, p = config.data, config.partition
+    if is_language(config.model.kind):
+        return _instructions(config)
     seed = config.seed if d.limit is not None else 0  # the seed only chooses which examples are kept
     source = _source(d.source, d.root, d.size, d.limit, d.classes, tuple(sorted(d.columns.items())), seed)
     return partition(source, p.kind, p.clients, config.seed, p.split, p.validation, p.test, **p.options)
+
+
+def _instructions(config: RunConfig) -> FederatedData:
+    """Instruction records, in the tokens of the model."""
+    from fedspan.language.instructions import MAX_LENGTH, instruction_data
+    from fedspan.language.tokens import load_tokenizer
+
+    d, p = config.data, config.partition
+    return instruction_data(
+        d.source,
+        load_tokenizer(config.model.options["path"]),
+        root=d.root,
+        kind=p.kind,
+        clients=p.clients,
+        seed=config.seed,
+        split=p.split,
+        validation=p.validation,
+        test=p.test,
+        max_length=d.max_length or MAX_LENGTH,
+        limit=d.limit,
+        columns=d.columns,
+        **p.options,
+    )
 
 
 def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Method, Task, FederatedData]:
@@ -236,7 +267,11 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     data = assemble_data(config) if data is None else data
     shape, outputs = tuple(data.x.shape[1:]), data.classes or 1
     dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
-    kind: Literal["classification", "regression"] = "classification" if data.classes is not None else "regression"
+    kind: Literal["classification", "regression", "language"]
+    if is_language(config.model.kind):
+        kind = "language"
+    else:
+        kind = "classification" if data.classes is not None else "regression"
 
     def of(name: str) -> Task:
         # Task seeds torch with (seed, "init") around this function, so that the weights depend on nothing else.

@@ -23,9 +23,10 @@ class DataConfig:
     limit: int | None = None
     classes: int | None = None
     columns: dict[str, str] = field(default_factory=dict)
+    max_length: int | None = None  # of language models: tokens of a record
 
     def __post_init__(self) -> None:
-        for name in ("size", "limit", "classes"):
+        for name in ("size", "limit", "classes", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"Data: {name} must be an integer >= 1. Got {value}.")

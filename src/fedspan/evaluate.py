@@ -16,11 +16,16 @@ def per_client(sums: Mapping[str, Floats]) -> dict[str, list[float | None]]:
     n = np.asarray(sums["n"], np.float64)
     out: dict[str, list[float | None]] = {"n": [int(c) for c in n]}
     for name, total in sums.items():
-        if name == "n":
+        if name in ("n", "tokens", "token_loss"):
             continue
         out[name] = [float(s / c) if c > 0 else None for s, c in zip(np.asarray(total, np.float64), n)]
         if name == "squared_error":
             out["rmse"] = [None if v is None else float(np.sqrt(v)) for v in out[name]]
+    if "tokens" in sums:  # per token, not per row: the loss whose exponential is the perplexity
+        pairs = zip(np.asarray(sums["token_loss"], np.float64), np.asarray(sums["tokens"], np.float64))
+        out["loss"] = [float(s / c) if c > 0 else None for s, c in pairs]
+        with np.errstate(over="ignore"):
+            out["perplexity"] = [None if v is None else float(np.exp(v)) for v in out["loss"]]
     return out
 
 
@@ -61,10 +66,13 @@ def best(lines: Sequence[Mapping[str, Any]], measure: str = "accuracy") -> float
     return max((v for _, v in curve(lines, measure)), default=None)
 
 
-def to_target(lines: Sequence[Mapping[str, Any]], target: float, measure: str = "accuracy") -> dict[str, Any] | None:
+def to_target(
+    lines: Sequence[Mapping[str, Any]], target: float, measure: str = "accuracy", higher: bool = True
+) -> dict[str, Any] | None:
     """Round, bytes sent (both ways) and seconds when the mean first reaches a target; None if it never does.
 
-    `clock` is the time on the clients' devices, where a run was given them.
+    `higher` says whether a higher value is better; otherwise the mean must fall to the target. `clock` is the time on
+    the clients' devices, where a run was given them.
     """
     up = down = 0
     seconds = 0.0
@@ -72,7 +80,8 @@ def to_target(lines: Sequence[Mapping[str, Any]], target: float, measure: str = 
         up += line["bytes"]["up"]
         down += line["bytes"]["down"] + line["bytes"].get("announce", 0)
         seconds += line["seconds"]
-        if line.get(measure) and line[measure]["mean"] >= target:
+        mean = line[measure]["mean"] if line.get(measure) else None
+        if mean is not None and (mean >= target if higher else mean <= target):
             timed = {"clock": line["clock"]["total"]} if "clock" in line else {}
             return {"round": line["round"], "up": up, "down": down, "seconds": seconds, **timed}
     return None

@@ -133,6 +133,19 @@ def leading(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return U.contiguous(), V.contiguous()
 
 
+def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """P, s, Q with new − old = P diag(s) Qᵀ as matrices of outputs by all the rest, of the rank it has beyond rounding.
+
+    Every number of a weight is rounded when something is added to it: noise of a small norm in all directions.
+    """
+    gap = (new.double() - old.double()).flatten(1)
+    P, s, Q = torch.linalg.svd(gap, full_matrices=False)
+    largest = float(torch.maximum(new.abs().max(), old.abs().max()))
+    noise = torch.finfo(new.dtype).eps * largest * (gap.shape[0] ** 0.5 + gap.shape[1] ** 0.5)
+    r = int((s > noise).sum())
+    return P[:, :r], s[:r], Q[:r].T
+
+
 def squared_product(U: Tensor, V: Tensor) -> Tensor:
     """‖U Vᵀ‖², without the product."""
     U, V = U.flatten(0, -2), V.flatten(0, -2)

@@ -81,7 +81,9 @@ class Simulation:
         size = None if s.batch_size == "full" else s.batch_size
         steps = s.epochs * (1.0 if size is None else math.ceil(float(np.mean(self.data.sizes)) / size))
         self.mapping = choose_mapping(task, s.mapping, steps)
-        self.engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping)
+        # Logits of a row are as many as tokens times the vocabulary: no more rows at once than in training.
+        held_out = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
+        self.engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **held_out)
         self.capacity = tuple(capacity_in(method, task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         self.parameters = sum(p.numel() for p in task.init().values())
@@ -508,6 +510,12 @@ def _try(task: Task, data: FederatedData) -> None:
             raise ConfigError(f"Data: class labels must be integers. Got {data.y.dtype}; or use a regression task.")
         if wide < data.classes:
             raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
+    if task.kind == "language" and (output.ndim != 3 or data.y.shape != data.x.shape or data.y.is_floating_point()):
+        raise ConfigError(
+            f"Task: a language model must turn rows of tokens into rows of logits, with labels of the rows' shape"
+            f" {tuple(data.x.shape[1:])}. Got outputs of shape {tuple(output.shape[1:])} and labels of"
+            f" {tuple(data.y.shape[1:])}."
+        )
     if task.kind == "regression" and output[0].numel() != data.y[0].numel():
         raise ConfigError(f"Task: the model must have {data.y[0].numel()} output(s). Got {output[0].numel()}.")
 

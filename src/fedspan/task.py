@@ -53,7 +53,8 @@ class Task:
         model: the module, or a function that builds it (needed only if some layer has no `reset_parameters` and a
             method wants independent initialisations).
         kind: what the outputs and labels mean. `language` takes token rows as labels, −100 where nothing is predicted.
-        head: prefix of the head's parameter names; by default the last `nn.Linear` in definition order.
+        head: prefix of the head's parameter names; by default the last `nn.Linear` in definition order (none for
+            language, whose last layer is mostly the embedding itself).
         loss: own loss per example, `loss(output, y) -> [B]`.
         seed: key of the initialisation; the same tree on the server and on every client.
 
@@ -268,9 +269,12 @@ class Task:
         if self.kind == "classification":
             return F.cross_entropy(output, y, reduction="none")
         if self.kind == "language":
-            tokens = F.cross_entropy(output.transpose(1, 2), y, reduction="none", ignore_index=-100)
-            return tokens.sum(1) / (y != -100).sum(1).clamp_min(1)
+            return self._token_loss(output, y) / (y != -100).sum(1).clamp_min(1)
         return (output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(1)
+
+    def _token_loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Loss of each row of tokens, summed over what is to be predicted, [B]."""
+        return F.cross_entropy(output.transpose(1, 2), y, reduction="none", ignore_index=-100).sum(1)
 
     def output_gradient(self, output: Tensor, y: Tensor) -> Tensor:
         """∂(sum of the examples' losses)/∂output, in closed form where there is one."""
@@ -289,8 +293,14 @@ class Task:
         return 0.5 if self.kind == "classification" else 2.0  # softmax: Böhning's bound
 
     def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """What evaluation averages over the examples: loss, and accuracy or squared error, each [B]."""
+        """What evaluation averages over the examples: loss, and accuracy or squared error, each [B].
+
+        Of token rows with the usual loss there is also its sum over a row, `token_loss`, and how many `tokens` that is
+        over: evaluation divides the sums, so that long answers count for more than short ones.
+        """
         out = {"loss": self.example_loss(output, y)}
+        if self.kind == "language" and self._own_loss is None:
+            out |= {"token_loss": self._token_loss(output, y), "tokens": (y != -100).sum(1).to(output.dtype)}
         if self.kind == "classification":
             out["accuracy"] = (output.argmax(1) == y).to(output.dtype)
         elif self.kind == "regression":
@@ -389,6 +399,8 @@ class Task:
         return module
 
     def _find_head(self, prefix: str | None) -> tuple[str, list[str]]:
+        if prefix is None and self.kind == "language":
+            return "", []
         if prefix is None:
             modules = [(k, m) for k, m in self.module.named_modules() if isinstance(m, nn.Linear)]
             linear = [k for k, m in modules if any(p.requires_grad for p in m.parameters())]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedspan.report.matching import Found, Matching
     from fedspan.report.subspace import Coordinates, Structure
     from fedspan.simulate import Simulation
+    from fedspan.theory.outcome import Outcome
 
 
 _CLIENTS = 40  # lines of a table
@@ -43,6 +44,21 @@ MatchOut = Annotated[
 Clusters = Annotated[int | None, typer.Option("--clusters", help="k of k-means; default: the true groups.", min=1)]
 Refresh = Annotated[bool, typer.Option("--refresh", help="First let every client solve for its v again.")]
 Kinds = Annotated[list[Format] | None, typer.Option("--format", help="png (default), svg, pdf; may be repeated.")]
+
+Source = Annotated[str, typer.Option("--source", help="Where samples come from, see `fedspan data`.")]
+Root = Annotated[str | None, typer.Option("--root", help="Where data sets lie; default $FEDSPAN_DATA.")]
+Pixels = Annotated[int | None, typer.Option("--size", help="Shrink pictures to this many pixels a side.", min=1)]
+Model = Annotated[str, typer.Option("--model", help="A model by name.")]
+Hidden = Annotated[int, typer.Option("--hidden", help="Hidden units of an mlp; below 2,000 parameters H is exact.")]
+Few = Annotated[int, typer.Option("--few", help="Samples of the small set.")]
+Many = Annotated[int, typer.Option("--many", help="Samples of the large set.")]
+TrainEpochs = Annotated[int, typer.Option("--epochs", help="Epochs of training.")]
+Every = Annotated[int, typer.Option("--every", help="Look at the Hessian every so many epochs.")]
+Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds.")]
+Lr = Annotated[float, typer.Option("--lr", help="Step size of SGD, minibatches of 32.")]
+Samples = Annotated[int, typer.Option("--samples", help="Random vectors for the Frobenius norm where H is not exact.")]
+HessianOut = Annotated[Path | None, typer.Option("--out", help="Folder to write to; default runs/hessian-rank.")]
+UpdateOut = Annotated[Path | None, typer.Option("--out", help="Folder to write to; default RUN-update-rank.")]
 
 analyse = typer.Typer(no_args_is_help=True, help="A closer look at what a run has learnt.")
 
@@ -106,6 +122,53 @@ def matching(run: RunPath, out: MatchOut = None, kinds: Kinds = None) -> None:
         figures["monitor"] = lambda: look.curves_figure(over)
     _draw(figures, where, kinds)
     say(f"Figures and matching.json: {where}")
+
+
+@analyse.command("hessian-rank")
+def hessian_rank(
+    source: Source = "digits",
+    root: Root = None,
+    size: Pixels = None,
+    model: Model = "mlp",
+    hidden: Hidden = 10,
+    few: Few = 50,
+    many: Many = 500,
+    epochs: TrainEpochs = 40,
+    every: Every = 5,
+    seeds: Seeds = 5,
+    lr: Lr = 0.1,
+    samples: Samples = 30,
+    out: HessianOut = None,
+    kinds: Kinds = None,
+) -> None:
+    """The stable rank of the loss's Hessian for models trained on few and on many samples, also at equal steps."""
+    from fedspan.theory.hessian_rank import Plan, run
+
+    where = user_path(out or Path("runs") / "hessian-rank", "--out")
+    plan = Plan(
+        source=source, root=root, size=size, model=model, hidden=hidden, few=few, many=many, epochs=epochs,
+        every=every, seeds=seeds, lr=lr, samples=samples,
+    )  # fmt: skip
+    _conclude(run(plan, say=note), where, "hessian_rank", kinds)
+
+
+@analyse.command("update-rank")
+def update_rank(run: RunPath, out: UpdateOut = None, kinds: Kinds = None) -> None:
+    """The rank of what a run of fedloru (or its kin) has added to each weight, round by round; replays the run."""
+    from fedspan.theory import update_rank as look
+
+    where = _beside(run, out, "update-rank")
+    _conclude(look.run(open_run(run, "analyse")[1]), where, "update_rank", kinds)
+
+
+def _conclude(outcome: Outcome, where: Path, name: str, kinds: list[Format] | None) -> None:
+    """The table and the sentence of a check, its numbers and its figure."""
+    show(table(outcome.titles, outcome.rows, right=range(1, len(outcome.titles))))
+    say(outcome.says)
+    where.mkdir(parents=True, exist_ok=True)
+    _write(where / f"{name}.json", outcome.numbers)
+    _draw({name: outcome.draw}, where, kinds)
+    say(f"Figure and {name}.json: {where}")
 
 
 def _partners(of: Matching, found: Found) -> tuple[list[str], list[list[str]]]:

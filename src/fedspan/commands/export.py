@@ -1,23 +1,43 @@
-"""`fedspan export`: one client's model as a file."""
+"""`fedspan export`: one client's model as a file, or as a folder of Hugging Face's."""
 
 from __future__ import annotations
 
 import json
 import os
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedspan.commands.console import say, size, user_path
 from fedspan.errors import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from fedspan.config import RunConfig
+    from fedspan.simulate import Simulation
+
+
+class Format(StrEnum):
+    """What a model can be written as."""
+
+    safetensors = "safetensors"
+    peft = "peft"
+    huggingface = "huggingface"
+
+
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
-File = Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.", show_default=False)]
+File = Annotated[
+    Path, typer.Argument(metavar="OUT", help="The file (.safetensors) or folder to write.", show_default=False)
+]
 Client = Annotated[str, typer.Option("--client", help="The client's number, or its name.", show_default=False)]
+Kind = Annotated[
+    Format,
+    typer.Option("--format", help="A file; or of language models a LoRA adapter for PEFT, or the whole model."),
+]
 
 
-def export(run: Run, file: File, client: Client) -> None:
+def export(run: Run, file: File, client: Client, kind: Kind = Format.safetensors) -> None:
     """Write the weights one client predicts with, read from a run's newest checkpoint."""
     from safetensors.torch import save_file
 
@@ -26,6 +46,9 @@ def export(run: Run, file: File, client: Client) -> None:
     from fedspan.layers import plain_weights, structured
 
     user_path(file, "export: the file")
+    if kind is not Format.safetensors:
+        config, simulation = open_run(run, "export")
+        return _folder(config, simulation, file, _number(client, simulation.data.names), kind)
     if file.suffix != ".safetensors":
         raise ConfigError(f"export: the file must end in .safetensors. Got {file.name!r}.")
     if not file.resolve().parent.is_dir():
@@ -58,6 +81,34 @@ def export(run: Run, file: File, client: Client) -> None:
     os.replace(temporary, file)
     total = sum(t.numel() for t in flat.values())
     say(f"{file}: client {data.names[number]} after round {done}, {total:,} numbers, {size(file.stat().st_size)}.")
+
+
+def _folder(config: RunConfig, simulation: Simulation, folder: Path, client: int, kind: Format) -> None:
+    """A language model as an adapter beside its base, or with everything added up."""
+    from fedspan.language import language_model, load_tokenizer, save_adapter, save_merged
+    from fedspan.language.places import find
+
+    language_model(simulation.task.module)
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"export: the folder {folder} must be new or empty.")
+    path = config.model.options["path"]
+    place, where = find(path)
+    task, weights = simulation.personal(client)
+    done, name = simulation.record.progress.round, simulation.data.names[client]
+    if kind is Format.huggingface:
+        save_merged(task, weights, folder, load_tokenizer(path))
+        say(f"{folder}: model and tokenizer of client {name} after round {done}, for AutoModelForCausalLM.")
+        return
+    base = str(where)
+    if place in ("built", "llama2c"):  # no folder that PEFT could load the base from
+        base = str(folder / "base")
+        save_merged(simulation.task, simulation.task.init(), base, load_tokenizer(path))
+        say(f"{base}: the base model and its tokenizer.")
+    rank = save_adapter(task, weights, folder, base)
+    size_ = size((folder / "adapter_model.safetensors").stat().st_size)
+    say(
+        f"{folder}: adapter of rank {rank} of client {name} after round {done}, {size_}, for PeftModel.from_pretrained."
+    )
 
 
 def _number(client: str, names: list[str]) -> int:

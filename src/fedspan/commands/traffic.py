@@ -33,6 +33,7 @@ class Published:
     paper: str
     methods: tuple[str, ...]
     words: str
+    trained_only: bool = False  # what is trained, twice, whoever was really asked; otherwise buffers are added
 
 
 # One entry per paper: its rule goes for its own methods and for the baselines of its tables.
@@ -44,6 +45,13 @@ RULES: dict[str, Published] = {
             *("fedavg", "fedprox", "pfedpara", "local"),
         ),
         "buffers of batch normalisation count with every transfer, the first download is free, indices are free",
+    ),
+    "fedloru": Published(
+        "Park and Klabjan, 2024",
+        ("fedloru", "fedlora", "pfedloru", "mfedloru", "pfedlora1", "pfedlora2", "fedhm", "fedavg"),
+        "2 x clients x participation x parameters that a client uploads x their size x rounds; running statistics and"
+        " what is announced to all are free",
+        trained_only=True,
     ),
 }
 
@@ -132,7 +140,15 @@ def count(config: RunConfig, rule: Published | None = None) -> tuple[Method, Tra
                 tree, {k: wire.roundtrip({k: tree[k]}, method.codecs(1))[1][k] for k in half & tree.keys()}
             )
             found = {k: None if k in open_ else v for k, v in sizes.items()}
-            per[capacity][direction] = found if rule is None else found | _buffers(task, tree)
+            if rule is not None and rule.trained_only:
+                per[capacity][direction] = _trained(up)
+            else:
+                per[capacity][direction] = found if rule is None else found | _buffers(task, tree)
+    if rule is not None and rule.trained_only:
+        share = config.rounds * config.train.participation
+        numbers = Counter(capacities)
+        total = round(share * sum(n * sum(v or 0 for v in per[c]["up"].values()) for c, n in numbers.items()))
+        return method, Traffic(per, dict(numbers), {"up": total, "down": total}, made_up)
     asked: dict[str, Counter[Any]] = {"up": Counter(), "down": Counter()}
     for t in range(1, config.rounds + 1):
         who = [capacities[i] for i in sample(data.clients, config.train, config.seed, t)]
@@ -144,6 +160,18 @@ def count(config: RunConfig, rule: Published | None = None) -> tuple[Method, Tra
         for d in ("up", "down")
     }
     return method, Traffic(per, dict(Counter(capacities)), run, made_up)
+
+
+def _trained(payload: Tree) -> dict[str, int | None]:
+    """Bytes of what a payload holds besides running statistics, by name."""
+    from fedspan import tree
+    from fedspan.local import is_statistic
+
+    sizes: dict[str, int | None] = {}
+    for name, part in payload.items():
+        kept = [t for k, t in tree.items({name: part}) if not is_statistic(k)]
+        sizes[name] = sum(t.numel() * t.element_size() for t in kept)
+    return sizes
 
 
 def _buffers(task: Task, payload: Tree) -> dict[str, int | None]:

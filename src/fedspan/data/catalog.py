@@ -110,5 +110,6 @@ SOURCES: dict[str, str] = {
     "OWNER/NAME": "a data set of the Hugging Face hub, read through its `datasets` library",
     "PATH.parquet": "a table with an image column, or with numeric columns, and a label column",
     "PATH.npz": "arrays x, y and optionally x_test, y_test, client, domain",
+    "PATH.json": "instruction records (instruction, input, output), also .jsonl; for model 'causal-lm'",
     "FOLDER": "one .npz per client (x, y, optionally x_test, y_test), or train/test parquet, IDX or LEAF's JSON files",
 }

@@ -19,6 +19,8 @@ def label_counts(data: FederatedData, part: str = "train") -> Index:
     """How often each client has each label, as the client itself names them. [clients, classes]"""
     if data.classes is None:
         raise DataError("Data: label counts need class labels. Got real-valued targets.")
+    if data.y.ndim > 1:
+        raise DataError("Data: label counts need one label per example. Got rows of tokens.")
     rows = [torch.bincount(data.labels(i, part).flatten(), minlength=data.classes) for i in range(data.clients)]
     return torch.stack(rows).numpy()
 

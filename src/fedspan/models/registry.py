@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.errors import ConfigError, nearest
-from fedspan.models import checks, cnn, resnet, simple
+from fedspan.models import causal, checks, cnn, resnet, simple
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,14 @@ class Entry:
     builder: Callable[..., nn.Module]
     about: str
     options: Mapping[str, Any]
+    language: bool = False  # rows of tokens in, a row of logits per token out
 
 
-def _entry(builder: Callable[..., nn.Module], about: str, **fixed: Any) -> Entry:
+def _entry(builder: Callable[..., nn.Module], about: str, language: bool = False, **fixed: Any) -> Entry:
     """An entry whose options are the builder's keyword-only parameters, except those the name already fixes."""
     parameters = inspect.signature(builder).parameters.values()
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in fixed}
-    return Entry(functools.partial(builder, **fixed) if fixed else builder, about, options)
+    return Entry(functools.partial(builder, **fixed) if fixed else builder, about, options, language)
 
 
 def _resnet8(input_shape: tuple[int, ...], classes: int, *, width: int = 16, norm: str = "group") -> nn.Module:
@@ -53,11 +54,19 @@ MODELS: dict[str, Entry] = {
     "resnet9": _entry(resnet.ResNet9, "Factorized-FL's residual network"),
     "resnet10": _entry(resnet.ResNet, "FedLoRU's residual network for Fashion-MNIST, 3x3 stem", blocks=(1,) * 4),
     "resnet18": _entry(resnet.ResNet, "FedLoRU's residual network for CIFAR, 3x3 stem", blocks=(2,) * 4),
+    "causal-lm": _entry(
+        causal.causal_lm, "causal language model: a folder, a name of the hub, or a small LLaMA on bytes", language=True
+    ),
 }
 
 
+def is_language(kind: str) -> bool:
+    """Whether a model of the registry works on rows of tokens."""
+    return kind in MODELS and MODELS[kind].language
+
+
 def build(kind: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-    """Make a model and check that it turns one example into `classes` numbers.
+    """Make a model and check that it turns one example (of a language model: every token) into `classes` numbers.
 
     Weights come from torch's global generator, so `torch.manual_seed` before the call decides them.
 
@@ -148,10 +157,13 @@ def _try(kind: str, model: nn.Module, input_shape: tuple[int, ...], classes: int
     finally:
         for module, training in modes:
             module.training = training
-    if not isinstance(output, Tensor) or output.shape != (1, classes):
+    wanted = (1, *(input_shape if is_language(kind) else ()), classes)
+    if is_language(kind) and isinstance(output, Tensor):
+        wanted = (*wanted[:-1], max(classes, output.shape[-1]))  # vocabularies are often rounded up
+    if not isinstance(output, Tensor) or output.shape != wanted:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(
-            f"model '{kind}': must turn one input of shape {input_shape} into (1, {classes}). Got {got}; {remedy}."
+            f"model '{kind}': must turn one input of shape {input_shape} into {wanted}. Got {got}; {remedy}."
         )
 
 

@@ -1,0 +1,70 @@
+"""`fedspan targets`: rounds and bytes to a target accuracy, per method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedspan.commands.console import note, say, show, size, table, user_path
+from fedspan.commands.report import Runs
+from fedspan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedspan.targets import Reached
+
+Accuracy = Annotated[
+    list[float] | None,
+    typer.Option("--accuracy", help="A target as a fraction (0.8); may be repeated.", show_default=False),
+]
+Loss = Annotated[
+    list[float] | None,
+    typer.Option("--loss", help="A target for runs without accuracy; may be repeated.", show_default=False),
+]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the table as CSV.", show_default=False)]
+Drawn = Annotated[
+    Path | None,
+    typer.Option("--figure", help="Draw the way over bytes with the targets (.png, .pdf, .svg).", show_default=False),
+]
+
+
+def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv = None, drawn: Drawn = None) -> None:
+    """Rounds and bytes that finished runs needed to reach a target, one row per method, means over seeds."""
+    from fedspan import targets as of
+    from fedspan.report.canvas import save
+    from fedspan.report.measures import measure_of
+    from fedspan.report.runs import load_runs
+
+    for path in (csv, drawn):
+        if path is not None:
+            user_path(path, "targets: the file")
+    waiting: list[Path] = []
+    found = load_runs(runs, waiting)
+    for path in waiting:
+        note(f"{path} has not finished; left out.")
+    wanted = [*(accuracy or []), *(loss or [])]
+    percent = measure_of(found).percent
+    if not wanted or (loss if percent else accuracy):
+        raise ConfigError(f"targets: these runs need --{'accuracy' if percent else 'loss'} with a number.")
+    measure, rows = of.reached(found, wanted)
+    cells = [_cells(r, measure.text(r.target)) for r in rows]
+    show(table([measure.title, "method", "rounds", "up", "down", "together", "seconds"], cells, right=range(2, 7)))
+    if any(r.reached < r.seeds for r in rows):
+        say("Where not all seeds reached a target, means are over those that did, and flatter the method.")
+    if csv is not None:
+        csv.write_text(of.to_csv(measure, rows))
+        say(f"Table: {csv}")
+    if drawn is not None:
+        say(f"Figure: {save(lambda: of.figure(found, wanted), drawn)}")
+
+
+def _cells(r: Reached, target: str) -> list[str]:
+    if r.round is None or r.up is None or r.down is None:
+        return [target, r.label, "not reached", "", "", "", ""]
+    spread = "" if r.round_spread is None else f" ± {r.round_spread:.1f}"
+    rounds = f"{r.round:.1f}{spread}" if r.seeds > 1 else f"{r.round:.0f}"
+    if r.reached < r.seeds:
+        rounds += f" ({r.reached} of {r.seeds} seeds)"
+    seconds = "" if r.seconds is None else f"{r.seconds:.1f}"
+    return [target, r.label, rounds, size(r.up), size(r.down), size(r.up + r.down), seconds]
