@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.errors import FedspanError
+from fedspan.report import paired
 from fedspan.report.assets import asset, digest, packed_plotly, plotly
 from fedspan.report.canvas import inline_svg
 from fedspan.report.measures import Client, clients
@@ -136,7 +137,7 @@ def texts(groups: Sequence[Group], rows: Sequence[Row]) -> dict[str, str]:
     return {
         "summary": f'<dl class="cards">\n{cards}</dl>\n<div class="says"><ul>\n{says}</ul></div>\n{warnings}',
         "results": _results(rows, looks(groups)),
-        "clients-table": client_table(rows, groups),
+        "clients-table": client_table(rows, groups) + _paired(groups),
     }
 
 
@@ -332,6 +333,12 @@ def client_table(rows: Sequence[Row], groups: Sequence[Group]) -> str:
         '<div class="box tall" role="region" aria-label="Table of clients" tabindex="0"><table>'
         f"<caption><span>{caption}</span></caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>"
     )
+
+
+def _paired(groups: Sequence[Group]) -> str:
+    """Every method against the best, client by client."""
+    found = paired.pairs([run for g in groups for run in g.runs])
+    return f"<h3>Client by client</h3>\n{paired.to_html(found)}" if found else ""
 
 
 def _cell(value: float | None, text: str, best: bool = False) -> str:
