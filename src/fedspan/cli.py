@@ -24,6 +24,7 @@ from fedspan.commands.run import run
 from fedspan.commands.sweep import sweep
 from fedspan.commands.theory import theory
 from fedspan.commands.traffic import bytes_
+from fedspan.commands.watch import watch
 from fedspan.errors import FedspanError
 from fedspan.pool import keep_heap
 
@@ -54,7 +55,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Personalised federated learning with low-rank structure: simulate and compare methods.",
 )
-for command in (demo, run, compare, sweep, reproduce, report, methods, data, partition, doctor, export, onboard):
+for command in (demo, run, compare, sweep, reproduce, report, watch, methods, data, partition, doctor, export, onboard):
     app.command()(command)
 app.command("bytes")(bytes_)
 app.command()(theory)
