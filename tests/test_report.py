@@ -6,6 +6,7 @@ import builtins
 import csv
 import json
 import re
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from fedspan.errors import FedspanError
 from fedspan.report import load_runs, summary_rows, to_csv, to_latex, to_markdown, to_rich, write_page
+from fedspan.report.assets import plotly
 from fedspan.report.figures import bytes_bars, clients, curves
 from fedspan.report.page import client_table
 from fedspan.report.plots import label_table, monitor_plots, plots
@@ -290,6 +292,13 @@ def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(FedspanError, match=re.escape("pip install 'fedspan[report]'")):
         curves([run()], tmp_path / "a.png")
+
+
+def test_without_plotly_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plotly.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(FedspanError, match=re.escape("needs plotly; use `pip install 'fedspan[report]'`")):
+        write_page([run()], tmp_path / "a.html")
 
 
 # ---------------------------------------------------------------------------------------------------- the page

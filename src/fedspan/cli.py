@@ -14,6 +14,7 @@ from fedspan.commands.compare import compare
 from fedspan.commands.console import fail, note
 from fedspan.commands.data import data, partition
 from fedspan.commands.demo import demo
+from fedspan.commands.diagnose import diagnose
 from fedspan.commands.doctor import doctor
 from fedspan.commands.export import export
 from fedspan.commands.methods import methods
@@ -55,10 +56,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Personalised federated learning with low-rank structure: simulate and compare methods.",
 )
-for command in (demo, run, compare, sweep, reproduce, report, watch, methods, data, partition, doctor, export, onboard):
+for command in (demo, diagnose, run, compare, sweep, reproduce, report, watch, methods, data, partition, doctor):
+    app.command()(command)
+for command in (export, onboard, theory):
     app.command()(command)
 app.command("bytes")(bytes_)
-app.command()(theory)
 app.add_typer(analyse, name="analyse")
 
 
