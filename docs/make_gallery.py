@@ -14,8 +14,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from fedspan.report import load_runs, save, write_page
 from fedspan.report import figures as drawn
+from fedspan.report import load_runs, save, write_page
 from fedspan.report.paired import differences_figure
 from fedspan.report.runs import load_run
 from fedspan.report.subspace import coordinates, embedding_figure, spectrum_figure, structure

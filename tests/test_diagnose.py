@@ -22,7 +22,8 @@ DIGITS = load("digits")
 
 
 def look(data: FederatedData) -> Diagnosis:
-    task = Task(lambda: build("mlp", tuple(data.x.shape[1:]), data.classes or 1, hidden=[16]), seed=0)
+    kind = "classification" if data.classes else "regression"
+    task = Task(lambda: build("mlp", tuple(data.x.shape[1:]), data.classes or 1, hidden=[16]), kind, seed=0)  # type: ignore[arg-type]
     return diagnose(task, data)
 
 
@@ -70,11 +71,11 @@ def test_known_partitions_are_named(
 
 def test_inputs_that_differ_are_a_domain_shift_and_skew_is_seen_beside_it() -> None:
     data = partition(DIGITS, "iid", 18, seed=1)
-    x = data.x.clone()
+    x, top = data.x.clone(), float(data.x.max())
     for i in range(0, 18, 2):
         for rows in (data.train[i], data.test[i]):
             at = torch.from_numpy(rows)
-            x[at] = x.max() - x[at]
+            x[at] = top - x[at]
     shifted = FederatedData(x, data.y, data.train, data.test, classes=10)
     found = look(shifted)
     assert (found.kind, found.groups, found.also) == ("domain shift", 2, ())
