@@ -25,12 +25,13 @@ LIMIT = 150_000  # bytes of a picture
 
 
 def small(path: Path) -> None:
-    """Cut a picture down to few colours, and in size if that is not enough."""
+    """Cut a picture down to few colours, and in size, as far as needed."""
     picture = Image.open(path).convert("RGB")
-    for colours, scale in ((256, 1.0), (64, 1.0), (64, 0.8), (32, 0.6)):
+    for colours, scale in ((None, 1.0), (256, 1.0), (64, 1.0), (64, 0.7)):
         size = (round(picture.width * scale), round(picture.height * scale))
+        made = picture if scale == 1.0 else picture.resize(size, Image.Resampling.LANCZOS)
         out = io.BytesIO()
-        picture.resize(size, Image.Resampling.LANCZOS).quantize(colours).save(out, "PNG", optimize=True)
+        (made if colours is None else made.quantize(colours)).save(out, "PNG", optimize=True)
         if out.tell() < LIMIT:
             break
     path.write_bytes(out.getvalue())

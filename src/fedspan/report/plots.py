@@ -120,7 +120,7 @@ def curves_plot(
         "xaxis": across,
         "yaxis": _axis(measure.title, grid=True),
         "hovermode": "x unified" if x == "round" else "closest",
-        "margin": {"l": 52, "r": 12, "t": 24, "b": 44},
+        "margin": {"l": 52, "r": 12, "t": 16, "b": 44},
     }
     if not found:
         layout["annotations"] = [_nothing("nothing was evaluated")]
@@ -153,7 +153,7 @@ def clients_plot(groups: Sequence[Group], rows: Sequence[Row]) -> Plot | None:
         {
             "xaxis": _axis(f"{measure.title} of each client", grid=True),
             "yaxis": _names([d["name"] for d in data]),
-            "margin": {"l": 8, "r": 16, "t": 24, "b": 44},
+            "margin": {"l": 8, "r": 16, "t": 16, "b": 44},
             "hovermode": "closest",
         },
         height=70 + 44 * max(4, len(data)),
@@ -217,7 +217,7 @@ def bytes_plot(groups: Sequence[Group], rows: Sequence[Row]) -> Plot:
             "bargap": 0.38,
             "xaxis": _axis("MB in total", grid=True) | {"range": [0, 1.28 * top or 1.0]},
             "yaxis": _names([_fit(r.label) for r in rows]),
-            "margin": {"l": 8, "r": 16, "t": 24, "b": 44},
+            "margin": {"l": 8, "r": 16, "t": 16, "b": 44},
         },
         height=70 + 44 * max(4, len(rows)),
     )
@@ -265,7 +265,7 @@ def labels_plot(groups: Sequence[Group]) -> Plot | None:
             "xaxis": _axis("class", grid=False) | ({"dtick": 1} if counts.shape[1] <= 20 else {}),
             "yaxis": _axis("client", grid=False)
             | {"type": "category", "autorange": "reversed", "showticklabels": False},
-            "margin": {"l": 34, "r": 8, "t": 24, "b": 44},
+            "margin": {"l": 34, "r": 8, "t": 16, "b": 44},
         },
         height=int(min(560, max(260, 90 + 9 * len(order)))),
     )
@@ -309,7 +309,7 @@ def capacities_plot(groups: Sequence[Group], measure: Measure) -> Plot | None:
         {
             "xaxis": _axis(f"{measure.title} of each client", grid=True),
             "yaxis": _names([d["name"] for d in data]),
-            "margin": {"l": 8, "r": 16, "t": 24, "b": 44},
+            "margin": {"l": 8, "r": 16, "t": 16, "b": 44},
             "hovermode": "closest",
         },
         height=70 + 44 * max(4, len(data)),
@@ -349,7 +349,7 @@ def monitor_plots(groups: Sequence[Group]) -> list[Plot]:
             "yaxis": _axis("logarithmic" if wide else "", grid=True)
             | ({"type": "log"} if wide else {"rangemode": "tozero"}),
             "hovermode": "x unified",
-            "margin": {"l": 52, "r": 12, "t": 24, "b": 44},
+            "margin": {"l": 52, "r": 12, "t": 16, "b": 44},
         }
         words = ", ".join(_fit(g.label) for _, g, _ in those[:4]) + (" and others" if len(those) > 4 else "")
         out.append(
