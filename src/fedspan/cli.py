@@ -58,8 +58,8 @@ app = typer.Typer(
 )
 for command in (demo, diagnose, run, compare, sweep, reproduce, report, watch, methods, data, partition, doctor):
     app.command()(command)
-for command in (export, onboard, theory):
-    app.command()(command)
+for another in (export, onboard, theory):
+    app.command()(another)
 app.command("bytes")(bytes_)
 app.add_typer(analyse, name="analyse")
 

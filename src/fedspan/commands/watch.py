@@ -15,9 +15,10 @@ Port = Annotated[int, typer.Option("--port", help="Port on this machine; 0 takes
 
 def watch(runs: Runs, port: Port = 0) -> None:
     """Serve a page on this machine that follows runs as their rounds finish; Ctrl-C ends it, the runs go on."""
-    from fedspan.report.live import HOST, Watch, serve
+    from fedspan.report.live import Watch, serve
 
     server = serve(Watch(runs), port)
-    say(f"Watching {', '.join(map(str, runs))} at http://{HOST}:{server.server_address[1]}/ (Ctrl-C ends it)")
+    host, number = server.socket.getsockname()
+    say(f"Watching {', '.join(map(str, runs))} at http://{host}:{number}/ (Ctrl-C ends it)")
     with server:
         server.serve_forever(poll_interval=0.2)

@@ -70,7 +70,7 @@ def _step(task: Task, data: FederatedData, client: int, rows: Tensor) -> Tensor:
     y = y if data.relabel is None else data.relabel[client][y]
     parts = [torch.arange(len(rows))]
     if data.classes is not None and y.ndim == 1:
-        parts = [torch.nonzero(y == c)[:, 0] for c in y.unique()]
+        parts = [torch.nonzero(y == c)[:, 0] for c in sorted(set(y.tolist()))]
     total: Tensor | None = None
     for part in parts:
         batch = Batch(data.x[rows[part]], y[part], None, key(0, "diagnose"), 0)

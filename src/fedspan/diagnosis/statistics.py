@@ -59,8 +59,8 @@ def sample(data: FederatedData) -> Sample:
         client.append(np.full(len(own), k, np.int64))
     at = np.concatenate(rows)
     x = data.x[torch.from_numpy(at)].reshape(len(at), -1).double().numpy()
-    y = None if data.classes is None else torch.cat(labels).reshape(len(at), -1)[:, 0].numpy()
-    return Sample(_components(x, rng), y, np.concatenate(client), len(ids), ids)
+    named: Ints | None = None if data.classes is None else torch.cat(labels).reshape(len(at), -1)[:, 0].numpy()
+    return Sample(_components(x, rng), named, np.concatenate(client), len(ids), ids)
 
 
 def _components(x: Floats, rng: np.random.Generator) -> Floats:
@@ -110,7 +110,7 @@ def label_distance(y: Ints, client: Ints, clients: int, classes: int) -> tuple[f
     common = counts.sum(0) / counts.sum()
     sizes = counts.sum(1).astype(int)
     rng = generator(0, "diagnose", "labels")
-    drawn = [np.stack([rng.multinomial(n, common) for n in sizes]) for _ in range(_DRAWS)]
+    drawn = [np.stack([rng.multinomial(n, common) for n in sizes]).astype(np.float64) for _ in range(_DRAWS)]
 
     def distance(of: Floats) -> float:
         share = of / np.maximum(of.sum(1, keepdims=True), 1)

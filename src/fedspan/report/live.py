@@ -175,7 +175,7 @@ def serve(watch: Watch, port: int = 0) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            number = self.server.server_address[1]
+            number = self.connection.getsockname()[1]
             # Another site's name that points here must not read this machine's runs through the browser.
             if self.headers.get("Host") not in (f"{HOST}:{number}", f"localhost:{number}"):
                 return self._send(HTTPStatus.FORBIDDEN, "text/plain", "Only this machine is served.")
