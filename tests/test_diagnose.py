@@ -79,6 +79,7 @@ def test_inputs_that_differ_are_a_domain_shift_and_skew_is_seen_beside_it() -> N
     shifted = FederatedData(x, data.y, data.train, data.test, classes=10)
     found = look(shifted)
     assert (found.kind, found.groups, found.also) == ("domain shift", 2, ())
+    assert "2 groups of clients are alike among themselves." in found.sentences()
     both = look(partition(DIGITS, "permuted-clients", 18, seed=1, base="dirichlet", alpha=0.3))
     assert (both.kind, both.also) == ("permuted labels", ("label skew",))
     assert "There is also label skew." in both.sentences()

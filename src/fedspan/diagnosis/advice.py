@@ -21,16 +21,19 @@ INPUTS = 0.02
 _EXPLAINED = 0.6  # times the label distance squared: what skewed labels alone do to the inputs (0.3 to 0.55 on digits)
 _MOST = 20  # a rank to start from is not larger than this
 
-KINDS = ("none", "label skew", "permuted labels", "clusters", "domain shift")
+# The order was settled on few of those federations (a perceptron, 60 rounds, defaults, not all candidates). Best among
+# those tried, in the order of the kinds: fedavg 93 %, ditto 97 (fedper 96), fedper 88, ifca 96 (fedper 93), ifca 93
+# (fedavg 90).
 SUITED: dict[str, tuple[str, ...]] = {
-    "none": ("fedavg", "fedala", "ditto"),
-    "label skew": ("fedper", "ditto", "fedrep"),
+    "none": ("fedavg", "ditto", "fedala"),
+    "label skew": ("ditto", "fedper", "fedrep"),
     "permuted labels": ("fedper", "fedrep", "pfl-mf"),
-    "clusters": ("ifca", "pfl-mf", "fedper"),
-    "domain shift": ("fedala", "ditto", "ifca"),
+    "clusters": ("ifca", "fedper", "pfl-mf"),
+    "domain shift": ("fedavg", "ditto", "fedala"),
 }
+_GROUPED_DOMAINS = ("ifca", "fedavg", "ditto")  # where few domains explain the shift
 _WHY = {
-    "fedavg": "one model for all: nothing sets the clients apart",
+    "fedavg": "one model for all, which labels that mean the same allow",
     "fedala": "starts from the common model and keeps what a client needs of its own",
     "ditto": "a personal model held near the common one",
     "fedper": "a common body under a head of one's own, which holds what the labels mean or how often they come",
@@ -61,6 +64,8 @@ class Diagnosis:
         n = self.sample.clients
         out = [_KIND_SAYS[self.kind].format(n=n, k=self.groups)]
         out += [f"There is also {kind}." for kind in self.also]
+        if self.kind == "domain shift" and self.groups is not None:
+            out.append(f"{self.groups} groups of clients are alike among themselves.")
         if s.labels is not None and s.labels_by_chance is not None and s.classes_held is not None:
             out.append(
                 f"Labels: their distributions lie {max(0.0, s.labels):.2f} apart beyond chance (0 alike, 1 disjoint); a"
@@ -98,7 +103,8 @@ def diagnose(task: Task, data: FederatedData) -> Diagnosis:
     found, probe = statistics(seen, data.classes), steps(task, data, seen.ids)
     kind, also = _kind(found)
     groups = None if found.groups is None else int(np.unique(found.groups).size)
-    methods = tuple(m for m in SUITED[kind] if m in METHODS)
+    suited = _GROUPED_DOMAINS if kind == "domain shift" and groups is not None else SUITED[kind]
+    methods = tuple(m for m in suited if m in METHODS)
     return Diagnosis(kind, also, groups, _rank(kind, groups, probe, seen), methods, found, probe, seen)
 
 
