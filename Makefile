@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 WORKLOADS ?= all
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench docs clean
+.PHONY: help install demo test check format bench docs gallery clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ bench: $(VENV)/.dev ## time the workloads beside their floor and limit (WORKLOAD
 
 docs: $(VENV)/.dev ## write docs/methods.md from the methods' own docstrings
 	$(BIN)/fedspan methods --markdown > docs/methods.md
+
+gallery: $(VENV)/.dev ## draw the pictures of docs/gallery.md from the demo's runs (screenshots need Chromium)
+	$(BIN)/python docs/make_gallery.py
 
 clean: ## remove the environment and everything made
 	rm -rf $(VENV) runs bench.json .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,6 @@ from fedspan.methods.fedavg import FedAvg
 from fedspan.report.canvas import save
 from fedspan.report.matching import (
     Matching,
-    curves,
     curves_figure,
     facts,
     found_in,
@@ -31,6 +30,7 @@ from fedspan.report.matching import (
     matrices_of,
     sentence,
 )
+from fedspan.report.measures import monitored
 from fedspan.report.page import _matching, write_page
 from fedspan.report.runs import Run, group, load_run
 from fedspan.task import Task
@@ -112,7 +112,7 @@ def test_matches_are_counted_against_the_true_groups(run: Path) -> None:
     assert sentence(of, found).startswith("97 matches in 4 rounds, 99% of them inside a true group (43% if")
     kept = history(loaded.lines, 8)["sigma"]
     assert [r for r, _ in kept] == [2, 4] and kept[0][1][0, 2] == pytest.approx(0.5) and np.isnan(kept[0][1][0, 1])
-    assert [r for r, _ in curves(loaded.lines)["likeness_mean"]] == [2, 4]
+    assert [r for r, _ in monitored(loaded.lines)["likeness_mean"]] == [2, 4]
 
 
 def test_matrices_are_found_where_methods_keep_them() -> None:
@@ -139,7 +139,7 @@ def test_any_matrices_are_borne() -> None:
         {"round": 2, "matrices": 3, "monitor": {"a": None, "b": 1.0}},
     ]
     kept = history(lines, 3)
-    assert list(kept) == ["sigma"] and np.isnan(kept["sigma"][0][1][0, 1]) and curves(lines) == {"b": [(2, 1.0)]}
+    assert list(kept) == ["sigma"] and np.isnan(kept["sigma"][0][1][0, 1]) and monitored(lines) == {"b": [(2, 1.0)]}
 
 
 def test_figures_bear_many_clients_and_unknown_likeness(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_page_shows_who_learns_from_whom(run: Path, tmp_path: Path) -> None:
     shown = Run(toy.path, {**toy.result, "method": "Factorized-FL (a row of a table)"}, toy.lines)
     text = write_page([plain, shown], tmp_path / "page.html").read_text()
     assert "Who learns from whom" in text and "99% of them inside a true group" in text
-    assert "<image" not in text and text.count("<svg") == 6 and "over bytes" in text
+    assert "<image" not in text and text.count("<svg") == 3 and "over bytes" in text
     assert "over the rounds" in text and "sigma, round 4" in text
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -6,6 +6,8 @@ import builtins
 import csv
 import json
 import re
+import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from rich.console import Console
 
 from fedspan.errors import FedspanError
 from fedspan.report import load_runs, summary_rows, to_csv, to_latex, to_markdown, to_rich, write_page
+from fedspan.report.assets import plotly
 from fedspan.report.figures import bytes_bars, clients, curves
+from fedspan.report.page import client_table
+from fedspan.report.plots import label_table, monitor_plots, plots
 from fedspan.report.runs import Run, as_run, group, load_run
 from fedspan.report.tables import short
 from fedspan.report.text import clean, without_paths
@@ -289,6 +294,13 @@ def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pyt
         curves([run()], tmp_path / "a.png")
 
 
+def test_without_plotly_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plotly.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(FedspanError, match=re.escape("needs plotly; use `pip install 'fedspan[report]'`")):
+        write_page([run()], tmp_path / "a.html")
+
+
 # ---------------------------------------------------------------------------------------------------- the page
 
 
@@ -307,7 +319,7 @@ def test_page_says_what_the_numbers_say(tmp_path: Path) -> None:
         "The lead over the next best, local, is 30.00 points, more than the spread over seeds (1.00 points)." in words
     )
     assert "fedspan run config.toml" in words and "--methods local,fedavg,pfl-mf --seeds 2" in words
-    assert 'lang="en"' in text and 'name="viewport"' in text and text.count('role="img"') == 4
+    assert 'lang="en"' in text and 'name="viewport"' in text and text.count('role="img"') == 5
     assert "/home/" not in text and "someone" not in text and str(tmp_path) not in text
 
 
@@ -341,7 +353,7 @@ def test_nothing_untrusted_reaches_the_page_as_markup(tmp_path: Path) -> None:
         run("b", config={"name": bad, "data": {"source": bad}, bad: {bad: [bad, None]}}),
     ]
     text, words = read(write_page(runs, tmp_path / "x.html"))
-    assert text.count("<script") == 1 and "alert(1)</script" not in text
+    assert text.count("<script") == 3 and "alert(1)</script" not in text  # the data, the library, the one script
     assert words.count("<script>alert(1)</script>") > 10
     assert not re.search(r"https?://|<link|<img|@import|src=", text)
 
@@ -358,11 +370,57 @@ def test_page_bears_missing_values_and_errors_instead_of_accuracy(tmp_path: Path
     assert "a is best on average: rmse 0.6" in words
 
 
-def test_page_of_seven_methods_and_forty_clients_is_small(tmp_path: Path) -> None:
-    runs = [run(f"m{k}", values=tuple((i + k) / 50 for i in range(40))) for k in range(7)]
-    path = write_page(runs, tmp_path / "x.html")
-    assert path.stat().st_size < 1_000_000
+def test_page_of_ten_runs_and_a_hundred_clients_is_small_and_quick(tmp_path: Path) -> None:
+    values, held = tuple(i / 100 for i in range(100)), [[i % 7] * 10 for i in range(1, 101)]
+    runs = [run(f"m{k // 2}", k % 2, values=values, labels=held) for k in range(10)]
+    long = [as_run(r.result | {"curve": lines(values * 3)}) for r in runs]
+    start = time.process_time()
+    path = write_page(long, tmp_path / "x.html")
+    assert time.process_time() - start < 10
+    assert path.stat().st_size < 3_000_000
     read(path)
+
+
+def test_every_client_is_listed_the_worst_of_the_best_method_first() -> None:
+    runs = [run("a", values=(0.5, 0.2, None)), run("b", values=(0.9, 0.6, 0.7), groups=[0, 1, 0])]
+    table = client_table(summary_rows(runs), group(runs))
+    assert re.findall(r'<th scope="row" data-v="(c\d)"', table) == ["c1", "c2", "c0"]
+    assert '<td class=best data-v="0.6">60.00</td><td data-v="0.2">20.00</td>' in table
+    assert '<td data-v="">n/a</td>' in table and "group" in table and "seed" not in table
+    errors = [run("a", values=(1.0, 3.0), measure="rmse")]
+    table = client_table(summary_rows(errors), group(errors))
+    assert re.findall(r'<th scope="row" data-v="(c\d)"', table) == ["c1", "c0"]
+
+
+def test_figures_hold_what_the_runs_hold() -> None:
+    runs = [
+        run("local", bytes={"up": 0, "down": 0}, curve=[]),
+        *(run("b", s, values=(0.4 + s / 5, 0.8)) for s in (0, 1)),
+    ]
+    runs[0] = as_run(runs[0].result | {"curve": [li | {"bytes": {"up": 0, "down": 0}} for li in lines()]})
+    found = {p.id: p for p in plots(group(runs), summary_rows(runs))}
+    assert list(found) == ["over-rounds", "over-bytes", "over-time", "bytes", "clients"]
+    band, _, mean = found["over-rounds"].data
+    assert band["fill"] == "toself" and band["meta"] == mean["meta"] == 1
+    assert mean["x"] == [1, 2] and mean["y"] == [30.0, 60.0] and mean["customdata"] == ["0.00", "0.00"]
+    alone = next(d for d in found["over-bytes"].data if d.get("name", "").startswith("local"))
+    assert alone["name"] == "local (sends nothing)" and alone["x"] == [3.0, 6.0]
+    assert found["over-time"].data[-1]["x"] == [0.75, 1.5]
+    boxes = {d["name"]: d for d in found["clients"].data}
+    assert boxes["b"]["x"] == [40.0, 60.0, 80.0, 80.0] and "seed 1" in boxes["b"]["text"][1]
+
+
+def test_labels_capacities_and_monitors_are_drawn_where_a_run_tells_them() -> None:
+    one = run("fedhm", labels=[[3, 1], [0, 4]], capacities=["0.25", "1.0"], groups=[1, 0], names=["<b>", "y"])
+    one.lines[0]["monitor"] = {"rank": 3, "odd": "x"}
+    found = {p.id: p for p in plots(group([one]), summary_rows([one]))}
+    heat = found["labels"].data[0]
+    assert heat["z"] == [[0.0, 100.0], [75.0, 25.0]] and heat["y"] == ["y (group 0)", "&lt;b&gt; (group 1)"]
+    assert [d["name"] for d in found["capacities"].data] == ["fedhm, 0.25", "fedhm, 1.0"]
+    (plot,) = monitor_plots(group([one]))
+    assert plot.title == "rank" and plot.data[0]["y"] == [3.0]
+    for damaged in ([[1], [1, 2]], "x", [[-1]], [], {"a": 1}):
+        assert label_table(run(labels=damaged)) is None
 
 
 def test_the_oracle_is_a_yardstick_not_the_winner() -> None:

@@ -194,7 +194,7 @@ def test_page_shows_the_coordinates(run: Path, tmp_path: Path) -> None:
     text = write_page([loaded], tmp_path / "page.html").read_text()
     words = well_formed(text)
     assert "The clients' coordinates" in words and "adjusted Rand index of" in words
-    assert "true group" in words and text.count("<svg") == 5
+    assert "true group" in words and text.count("<svg") == 3  # one of the legend
     assert not re.search(r"https?://|<img|src=", text)
 
 

@@ -15,6 +15,7 @@ from fedspan.commands.compare import compare
 from fedspan.commands.console import fail, note
 from fedspan.commands.data import data, partition
 from fedspan.commands.demo import demo
+from fedspan.commands.diagnose import diagnose
 from fedspan.commands.doctor import doctor
 from fedspan.commands.export import export
 from fedspan.commands.methods import methods
@@ -26,6 +27,7 @@ from fedspan.commands.sweep import sweep
 from fedspan.commands.targets import targets
 from fedspan.commands.theory import theory
 from fedspan.commands.traffic import bytes_
+from fedspan.commands.watch import watch
 from fedspan.errors import FedspanError
 from fedspan.pool import keep_heap
 
@@ -58,23 +60,23 @@ app = typer.Typer(
 )
 for command in (
     demo,
+    diagnose,
     run,
     compare,
     sweep,
     reproduce,
     report,
+    watch,
     targets,
     methods,
     data,
     partition,
     doctor,
-    export,
-    onboard,
 ):
     app.command()(command)
+for another in (export, onboard, capacity, theory):
+    app.command()(another)
 app.command("bytes")(bytes_)
-app.command()(capacity)
-app.command()(theory)
 app.add_typer(analyse, name="analyse")
 
 

@@ -36,6 +36,8 @@ class Result:
     messages: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     groups: list[int] | None = None
+    labels: list[list[int]] | None = None  # training examples per client and class, as the client names the classes
+    capacities: list[str] | None = None  # of every client, if they differ
     simulation: Simulation | None = None
 
     def personal_model(self, client: int) -> nn.Module:

@@ -28,6 +28,7 @@ from fedspan.capacity import Clock, Devices, largest, measure
 from fedspan.classes import class_matrix
 from fedspan.config_types import build_dataclass
 from fedspan.data.federated import FederatedData
+from fedspan.data.picture import label_counts
 from fedspan.engine import Engine, choose_mapping, chunk_size
 from fedspan.errors import ConfigError, Divergence
 from fedspan.method import Capacity, Federation, Method, Round, capacity_in
@@ -40,6 +41,7 @@ from fedspan.settings import Settings, dropped, sample
 from fedspan.task import Task
 from fedspan.tree import Tree
 
+LABEL_CELLS = 100_000  # clients times classes; beyond that a picture would show nothing, and the result would swell
 MATRIX_CLIENTS = 100  # beyond that a matrix over the clients would swell every line of the metrics
 
 OnRound = Callable[[dict[str, Any]], None]
@@ -429,11 +431,21 @@ class Simulation:
             messages=self.messages,
             names=self.data.names,
             groups=None if self.data.groups is None else self.data.groups.tolist(),
+            labels=self._labels(),
+            capacities=[str(c) for c in self.capacity] if len(set(self.capacity)) > 1 else None,
             simulation=self,
         )
         if self.out is not None:
             result.write(self.out)
         return result
+
+    def _labels(self) -> list[list[int]] | None:
+        """Who holds how many of which class, unless there are none, or too many to be looked at."""
+        classes = self.data.classes
+        if classes is None or self.data.clients * classes > LABEL_CELLS:
+            return None
+        counts: list[list[int]] = label_counts(self.data).tolist()
+        return counts
 
     def _protocols(self, found: dict[str, dict[str, float]]) -> dict[str, float]:
         """The last evaluation, with what other protocols would report beside it."""

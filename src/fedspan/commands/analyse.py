@@ -101,13 +101,14 @@ def subspace(
 def matching(run: RunPath, out: MatchOut = None, kinds: Kinds = None) -> None:
     """Who was matched with whom in a factorized-fl run, how alike the clients are, and whether groups are found."""
     from fedspan.report import matching as look
+    from fedspan.report.measures import monitored
     from fedspan.report.runs import load_run
 
     where = _beside(run, out, "matching")
     loaded = load_run(run)
     of = look.matching(loaded)
     found, kept = look.found_in(of), look.history(loaded.lines, len(of.names))
-    over = look.curves(loaded.lines)
+    over = monitored(loaded.lines)
     titles, rows = _partners(of, found)
     show(table(titles, rows[:_CLIENTS], right=(2,)))
     if len(rows) > _CLIENTS:

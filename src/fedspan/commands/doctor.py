@@ -16,6 +16,7 @@ from fedspan.commands.console import fail, say, show, table
 
 EXTRAS = {
     "matplotlib": "figures and report pages: pip install 'fedspan[report]'",
+    "plotly": "report pages: pip install 'fedspan[report]'",
     "pyarrow": "data sets in parquet files: pip install 'fedspan[data]'",
     "PIL": "pictures in parquet files: pip install 'fedspan[data]'",
     "datasets": "data sets of the Hugging Face hub: pip install 'fedspan[data]'",

@@ -18,9 +18,9 @@ from torch import Tensor
 from fedspan.checkpoint import RunDirectory
 from fedspan.errors import FedspanError
 from fedspan.report.canvas import bare, canvas
+from fedspan.report.measures import monitored
 from fedspan.report.palette import SOFT
 from fedspan.report.runs import Run
-from fedspan.report.text import number
 from fedspan.tree import Tree
 
 if TYPE_CHECKING:
@@ -177,18 +177,6 @@ def history(lines: Sequence[dict[str, Any]], clients: int) -> dict[str, list[tup
     return out
 
 
-def curves(lines: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """(round, value) of everything the method's monitor told at the evaluations."""
-    out: dict[str, list[tuple[int, float]]] = {}
-    for line in lines:
-        seen = line.get("monitor")
-        for name, told in seen.items() if isinstance(seen, dict) else ():
-            value = number(told)
-            if value is not None:
-                out.setdefault(str(name), []).append((int(line["round"]), value))
-    return out
-
-
 def facts(of: Matching, found: Found, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Everything in plain values, as `matching.json` holds it; null where a likeness is not known."""
     kept = history(lines, len(of.names))
@@ -207,7 +195,7 @@ def facts(of: Matching, found: Found, lines: Sequence[dict[str, Any]]) -> dict[s
         },
         "sigma": _plain(of.sigma),
         "matched": of.matched.tolist(),
-        "monitor": {k: [list(point) for point in v] for k, v in curves(lines).items()},
+        "monitor": {k: [list(point) for point in v] for k, v in monitored(lines).items()},
         "matrices": {k: [{"round": r, "values": _plain(m)} for r, m in v] for k, v in kept.items()},
     }
 

@@ -166,6 +166,18 @@ def curve_of(group: Group, measure: Measure, x: Axis) -> Curve:
     return Curve(group.label, xs, ys, spread)
 
 
+def monitored(lines: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """(round, value) of everything the method's monitor told at the evaluations."""
+    out: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        seen = line.get("monitor")
+        for name, told in seen.items() if isinstance(seen, dict) else ():
+            value = number(told)
+            if value is not None:
+                out.setdefault(str(name), []).append((int(line["round"]), value))
+    return out
+
+
 def mean(values: Sequence[float | None]) -> float | None:
     """The mean of the values there are."""
     kept = [v for v in values if v is not None]

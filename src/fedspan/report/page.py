@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fedspan.errors import FedspanError
-from fedspan.report import figures
-from fedspan.report.assets import SCRIPT, STYLE
+from fedspan.report import paired
+from fedspan.report.assets import asset, digest, packed_plotly, plotly
 from fedspan.report.canvas import inline_svg
-from fedspan.report.measures import Client, alone, clients, time_on_devices
-from fedspan.report.palette import Look, looks
+from fedspan.report.measures import Client, clients
+from fedspan.report.palette import Look, looks, themes
+from fedspan.report.plots import Plot, monitor_plots, plots
 from fedspan.report.repeat import configuration, facts, notes
 from fedspan.report.runs import Group, Run, group
 from fedspan.report.tables import Row, columns, summary_rows
 from fedspan.report.text import clean, without_paths
 from fedspan.report.words import headline, summary
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_WORST = 10
+_CLIENTS = 1000  # rows of the table of clients
 _SETTINGS = 4
 
 
@@ -38,7 +36,7 @@ def write_page(runs: Sequence[Run], out: str | Path, title: str | None = None) -
         title: the heading; by default the experiment's name.
 
     Raises:
-        FedspanError: if there are no runs, the file cannot be written, or matplotlib is missing.
+        FedspanError: if there are no runs, the file cannot be written, or plotly or matplotlib is missing.
     """
     if not runs:
         raise FedspanError("Report: at least one run must be given. Got none.")
@@ -55,62 +53,131 @@ def write_page(runs: Sequence[Run], out: str | Path, title: str | None = None) -
     return out
 
 
-def page(runs: Sequence[Run], title: str | None = None) -> str:
-    """The page as text."""
+@dataclass(frozen=True)
+class Live:
+    """What makes a page follow a run that is still going."""
+
+    version: str  # what the page shows; it changes with every round
+    state: str  # how far the run is, in words
+
+
+def page(runs: Sequence[Run], title: str | None = None, live: Live | None = None) -> str:
+    """The page as text. A live one fetches the library and the news from where it came from; others fetch nothing."""
     groups, rows = group(runs), summary_rows(runs)
     look = looks(groups)
     named = runs[0].config.get("name")
     title = escape(clean(title or (named if isinstance(named, str) and named else "fedspan report"), 120))
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    cards = "".join(
-        f'<div><dt>{what}</dt><dd class="n">{number}</dd><dd class="who">{who}</dd></div>\n'
-        for what, number, who in headline(rows)
-    )
-    says = "".join(f"<li>{s}</li>\n" for s in summary(rows, groups))
-    warnings = "".join(f'<p class="note">{escape(n)}</p>\n' for n in notes(groups))
+    drawn, inside = plots(groups, rows), monitor_plots(groups)
+    parts, script = texts(groups, rows), asset("page.js")
+    sources = "'self'" if live else digest(plotly())
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:"
+    policy += f"; script-src {digest(script)} {sources}"
+    library = '<script type="text/plain" id="plotly" data-from="plotly.js"></script>'
+    if live is None:
+        library = f'<script type="text/plain" id="plotly">{packed_plotly()}</script>'
+    else:
+        policy += "; connect-src 'self'"
+    kept = "".join(map(_frame, inside))
+    more = f'<section>\n<h2>Inside the methods</h2>\n<div class="figures">\n{kept}</div>\n</section>\n' if kept else ""
+    icon = '<link rel="icon" href="data:,">\n' if live else ""  # a server would be asked for one
+    ending = "This page follows the run." if live else "This file is complete in itself and loads nothing."
     return f"""<!DOCTYPE html>
-<html lang="en">
+<html lang="en"{f' data-live="{escape(live.version)}"' if live else ""}>
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
-<style>{STYLE}</style>
+{icon}<style>{asset("page.css")}</style>
 </head>
 <body>
 <main>
 <header>
 <h1>{title}</h1>
 <ul class="facts">{"".join(f"<li>{escape(f)}</li>" for f in facts(groups))}</ul>
-</header>
-<section aria-label="Summary">
-<dl class="cards">
-{cards}</dl>
-<div class="says"><ul>
-{says}</ul></div>
-{warnings}</section>
+{f'<p id="state" role="status">{escape(live.state)}</p>' if live else ""}</header>
+<section aria-label="Summary" id="summary">
+{parts["summary"]}</section>
 <section>
 <h2>Results</h2>
-{_results(rows, look)}
+<div id="results">{parts["results"]}</div>
 </section>
 <section>
 <h2>Figures</h2>
-<div class="figures">
-{_figures(runs, rows)}</div>
+<noscript><p class="note">Figures need JavaScript; all numbers are in the tables.</p></noscript>
+<p class="note" id="no-figures" hidden>The figures could not be drawn; all numbers are in the tables.</p>
+{_legend(rows, groups, look)}<div class="figures">
+{"".join(map(_frame, drawn))}</div>
 </section>
-{_coordinates(groups)}{_matching(groups)}<section>
-<h2>Worst-served clients</h2>
-{_worst_clients(rows, groups)}</section>
 <section>
+<h2>Clients</h2>
+<div id="clients-table">{parts["clients-table"]}</div>
+</section>
+{_coordinates(groups)}{_matching(groups)}{more}<section>
 <h2>Configuration</h2>
 {configuration(groups)}</section>
-<footer>Written by fedspan. This file is complete in itself and loads nothing.</footer>
+<footer>Written by fedspan. {ending}</footer>
 </main>
-<script>{SCRIPT}</script>
+<script type="application/json" id="data">{_json(drawings(groups, [*drawn, *inside]))}</script>
+{library}
+<script>{script}</script>
 </body>
 </html>
 """
+
+
+def texts(groups: Sequence[Group], rows: Sequence[Row]) -> dict[str, str]:
+    """What is written of the results, as HTML by the id of its place."""
+    cards = "".join(
+        f'<div><dt>{what}</dt><dd class="n">{number}</dd><dd class="who">{who}</dd></div>\n'
+        for what, number, who in headline(rows)
+    )
+    says = "".join(f"<li>{s}</li>\n" for s in summary(rows, groups))
+    warnings = "".join(f'<p class="note">{escape(n)}</p>\n' for n in notes(groups))
+    return {
+        "summary": f'<dl class="cards">\n{cards}</dl>\n<div class="says"><ul>\n{says}</ul></div>\n{warnings}',
+        "results": _results(rows, looks(groups)),
+        "clients-table": client_table(rows, groups) + _paired(groups),
+    }
+
+
+def drawings(groups: Sequence[Group], those: Sequence[Plot]) -> dict[str, Any]:
+    """What the script draws: figures and colours."""
+    look = looks(groups)
+    return {"figures": [p.spec() for p in those], "themes": themes([look[g.label] for g in groups])}
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON that cannot end the element it stands in."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _frame(plot: Plot) -> str:
+    """The place of a figure, with what it says for those who cannot see it."""
+    label = escape(clean(f"{plot.title}. {plot.label}", 2000))
+    return (
+        f"<figure><figcaption><h3>{escape(plot.title)}</h3><p>{escape(plot.caption)}</p></figcaption>\n"
+        f'<div class="plot" id="{plot.id}" role="img" aria-label="{label}" style="min-height:{plot.height}px"></div>'
+        "</figure>\n"
+    )
+
+
+def _legend(rows: Sequence[Row], groups: Sequence[Group], look: dict[str, Look]) -> str:
+    """One legend for all figures, the best first; a click switches a method off everywhere."""
+    at = {g.label: k for k, g in enumerate(groups)}
+    out = ""
+    for r in rows:
+        each = look[r.label]
+        line = (
+            f'<svg viewBox="0 0 26 8" width="26" height="8" aria-hidden="true" style="{_colours(each)}">'
+            f'<line x1="1" y1="4" x2="25" y2="4" stroke-dasharray="{each.pattern or "none"}"/></svg>'
+        )
+        out += f'<button type="button" data-k="{at[r.label]}" aria-pressed="true">{line}{escape(r.label)}</button>\n'
+    return f'<div class="legend" role="group" aria-label="Methods shown in the figures">\n{out}</div>\n'
+
+
+def _colours(look: Look) -> str:
+    return f"--l:{look.colour};--d:{look.dark}"
 
 
 def _results(rows: Sequence[Row], look: dict[str, Look]) -> str:
@@ -123,13 +190,11 @@ def _results(rows: Sequence[Row], look: dict[str, Look]) -> str:
     )
     body = ""
     for r in rows:
-        dot = f'<span class="dot" style="background:{look[r.label].colour}" aria-hidden="true"></span>'
+        dot = f'<span class="dot" style="{_colours(look[r.label])}" aria-hidden="true"></span>'
         body += f'<tr><th scope="row" data-v="{escape(r.label)}">{dot}{escape(r.label)}</th>'
         for c, winners in zip(cols[1:], best[1:]):
             assert c.sort is not None
-            v = c.sort(r)
-            mark = ' class="best"' if r.label in winners else ""
-            body += f'<td{mark} data-v="{"" if v is None else repr(v)}">{escape(c.text(r))}</td>'
+            body += _cell(c.sort(r), c.text(r), r.label in winners)
         body += "</tr>\n"
     kind = "over seeds (n − 1)" if any(r.over_seeds is not None for r in rows) else "over the clients of one seed"
     side = "below" if rows[0].measure.higher else "above"
@@ -144,51 +209,6 @@ def _results(rows: Sequence[Row], look: dict[str, Look]) -> str:
     )
 
 
-def _figures(runs: Sequence[Run], rows: Sequence[Row]) -> str:
-    measure = rows[0].measure
-    name = measure.name if measure.percent else measure.title
-    band = " The band is one standard deviation over seeds." if any(r.over_seeds is not None for r in rows) else ""
-    order = "; ".join(f"{r.label} {measure.phrase(r.mean)}" for r in rows)
-    sent = "; ".join(f"{r.label} {'n/a' if r.total is None else f'{r.total:.3g} MB'}" for r in rows)
-    spread = "; ".join(f"{r.label} worst tenth {measure.phrase(r.worst)}" for r in rows)
-    those: list[tuple[str, str, str, Callable[[], Figure]]] = [
-        (
-            f"{name.capitalize() if measure.percent else name} over rounds",
-            f"Mean over clients, each with its own model.{band}",
-            f"At the end: {order}.",
-            lambda: figures.curves_figure(runs, "round"),
-        ),
-        (
-            f"{name.capitalize() if measure.percent else name} over bytes",
-            "What a megabyte on the wire buys; further left is cheaper.",
-            f"At the end: {order}. Sent: {sent}.",
-            lambda: figures.curves_figure(runs, "bytes"),
-        ),
-        (
-            "Every client",
-            "One dot per client and seed at the end of the run (evenly spaced ranks if there are very many).",
-            f"{spread}.",
-            lambda: figures.clients_figure(runs),
-        ),
-        ("Traffic", "All clients and rounds, mean over seeds.", f"{sent}.", lambda: figures.bytes_figure(runs)),
-    ]
-    if all(run.lines and time_on_devices(run.lines[-1]) is not None for run in runs):
-        those.insert(
-            2,
-            (
-                f"{name.capitalize() if measure.percent else name} over time on devices",
-                "A round is as long as its slowest participant computes and sends.",
-                f"At the end: {order}.",
-                lambda: figures.curves_figure(runs, "clock"),
-            ),
-        )
-    out = ""
-    for k, (heading, caption, label, draw) in enumerate(those):
-        svg = inline_svg(draw, f"{heading}. {label}", f"f{k}")
-        out += f"<figure><figcaption><h3>{escape(heading)}</h3><p>{escape(caption)}</p></figcaption>\n{svg}</figure>\n"
-    return out
-
-
 def _coordinates(groups: Sequence[Group]) -> str:
     """Where the clients of pFL-MF lie in its subspace: one figure per setting, of its first seed."""
     those = [g for g in groups if g.runs[0].method.startswith("pfl-mf")]
@@ -201,12 +221,15 @@ def _coordinates(groups: Sequence[Group]) -> str:
         found = subspace.structure(of)
         says = subspace.sentence(of, found)
         label = f"Clients of {g.label} on the principal plane of their models. {says}"
-        return says, inline_svg(partial(subspace.embedding_figure, of, found), label, f"s{k}")
+        svg = inline_svg(partial(subspace.embedding_figure, of, found), label, f"s{k}")
+        label = f"Singular values of the models of {g.label}; effective rank {found.effective_rank:.2f}."
+        return says, svg + inline_svg(partial(subspace.spectrum_figure, found), label, f"v{k}")
 
     out, more = _per_setting(those, drawn, "coordinates")
     return (
         "<section>\n<h2>The clients' coordinates</h2>\n<p>Every client's model in an orthonormal basis of the shared"
-        f' subspace; near dots are near models.{more}</p>\n<div class="figures">\n{out}</div>\n</section>\n'
+        f" subspace; near dots are near models. Below, the singular values of all models side by side.{more}</p>\n"
+        f'<div class="figures">\n{out}</div>\n</section>\n'
     )
 
 
@@ -222,7 +245,7 @@ def _per_setting(groups: Sequence[Group], drawn: Callable[[int, Group], tuple[st
             continue
         seed = f", seed {g.runs[0].seed}" if len(g.runs) > 1 else ""
         head = f"<h3>{escape(g.label + seed)}</h3><p>{escape(says)}</p>"
-        out += f"<figure><figcaption>{head}</figcaption>\n{svg}</figure>\n"
+        out += f'<figure class="paper"><figcaption>{head}</figcaption>\n{svg}</figure>\n'
     more = f" The first {_SETTINGS} of {len(groups)} settings are shown." if len(groups) > _SETTINGS else ""
     return out, more
 
@@ -259,39 +282,64 @@ def _matching(groups: Sequence[Group]) -> str:
     )
 
 
-def _worst_clients(rows: Sequence[Row], groups: Sequence[Group]) -> str:
+def client_table(rows: Sequence[Row], groups: Sequence[Group]) -> str:
+    """Every client with its value under every method, those worst served by the best method first."""
     measure = rows[0].measure
     by_label = {g.label: g for g in groups}
-    local = by_label.get("local")
-    out = ""
+    known: dict[tuple[int, int, str, float | None], tuple[Client, dict[str, float]]] = {}
     for row in rows:
-        g = by_label[row.label]
-        lone: dict[tuple[int, int], float] = {}
-        if local is not None and g is not local:
-            for run in g.runs:
-                for other in local.runs:
-                    lone |= {(run.seed, i): v for i, v in (alone(run, other, measure) or {}).items()}
-        found = [c for run in g.runs for c in clients(run, measure)]
-        found.sort(key=lambda c: (c.value if measure.higher else -c.value, c.seed, c.index))
-        worst = found[:_WORST]
-        extra: list[tuple[str, Callable[[Client], str]]] = [(measure.title, lambda c: measure.text(c.value))]
-        if lone:
-            extra.append(("alone (local)", lambda c, lone=lone: measure.text(lone.get((c.seed, c.index)))))  # type: ignore[misc]
-        extra.append(("test examples", lambda c: "n/a" if c.examples is None else f"{c.examples:.0f}"))
-        if any(c.group is not None for c in worst):
-            extra.append(("group", lambda c: "n/a" if c.group is None else str(c.group)))
-        if len(g.runs) > 1:
-            extra.append(("seed", lambda c: str(c.seed)))
-        head = "".join(f'<th scope="col">{escape(t)}</th>' for t in ["client", *(t for t, _ in extra)])
-        body = "".join(
-            f'<tr><th scope="row">{escape(c.name)}</th>{"".join(f"<td>{escape(f(c))}</td>" for _, f in extra)}</tr>\n'
-            for c in worst
-        )
-        low = f"from {measure.phrase(worst[0].value)}" if worst else "no client has a value"
-        out += (
-            f"<details><summary><strong>{escape(row.label)}</strong> <small>{escape(low)}</small></summary>"
-            f'<div class="box" role="region" aria-label="Worst clients of {escape(row.label)}" tabindex="0"><table>'
-            f"<caption><span>The {len(worst)} worst-served clients of {escape(row.label)}.</span></caption>"
-            f"<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div></details>\n"
-        )
-    return out
+        for run in by_label[row.label].runs:
+            for c in clients(run, measure):
+                # The same client is the same name and test part under the same seed.
+                known.setdefault((c.seed, c.index, c.name, c.examples), (c, {}))[1][row.label] = c.value
+    if not known:
+        return "<p>No client has a value yet.</p>"
+    sign = 1.0 if measure.higher else -1.0
+
+    def badness(of: tuple[Client, dict[str, float]]) -> list[tuple[bool, float]]:
+        return [(r.label not in of[1], sign * of[1].get(r.label, 0.0)) for r in rows]
+
+    everybody = sorted(known.values(), key=badness)
+    shown = everybody[:_CLIENTS]
+    seeds = len({c.seed for c, _ in everybody}) > 1
+    in_groups = any(c.group is not None for c, _ in everybody)
+    first = "ascending" if measure.higher else "descending"
+    names = [r.label for r in rows]
+    head = '<th scope="col"><button type="button">client</button></th>'
+    for k, name in enumerate(names):
+        now = f' aria-sort="{first}"' if k == 0 else ""
+        head += f'<th scope="col" data-first="{first}"{now}><button type="button">{escape(name)}</button></th>'
+    extra = ["test examples", *(["group"] if in_groups else []), *(["seed"] if seeds else [])]
+    head += "".join(f'<th scope="col"><button type="button">{t}</button></th>' for t in extra)
+    body = ""
+    for c, values in shown:
+        top = measure.text((max if measure.higher else min)(values.values()))
+        best = {name for name in values if len(values) > 1 and measure.text(values[name]) == top}
+        cells = [_cell(values.get(name), measure.text(values.get(name)), name in best) for name in names]
+        cells.append(_cell(c.examples, "n/a" if c.examples is None else f"{c.examples:.0f}"))
+        if in_groups:
+            cells.append(_cell(c.group, "n/a" if c.group is None else str(c.group)))
+        if seeds:
+            cells.append(_cell(c.seed, str(c.seed)))
+        name = escape(c.name)
+        body += f'<tr><th scope="row" data-v="{name}">{name}</th>{"".join(cells)}</tr>\n'
+    some = f" The {len(shown):,} worst of {len(everybody):,} are listed." if len(shown) < len(everybody) else ""
+    caption = (
+        f"{escape(measure.title)} of every client{' and seed' if seeds else ''}, the worst served by"
+        f" {escape(names[0])} first; the best method for a client is marked.{some} Click a heading to see another"
+        " method's worst clients first."
+    )
+    return (
+        '<div class="box tall" role="region" aria-label="Table of clients" tabindex="0"><table>'
+        f"<caption><span>{caption}</span></caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>"
+    )
+
+
+def _paired(groups: Sequence[Group]) -> str:
+    """Every method against the best, client by client."""
+    found = paired.pairs([run for g in groups for run in g.runs])
+    return f"<h3>Client by client</h3>\n{paired.to_html(found)}" if found else ""
+
+
+def _cell(value: float | None, text: str, best: bool = False) -> str:
+    return f'<td{" class=best" if best else ""} data-v="{"" if value is None else f"{value:.6g}"}">{escape(text)}</td>'

@@ -113,16 +113,13 @@ def load_runs(paths: str | Path | Iterable[str | Path], unfinished: list[Path] |
     found: dict[Path, Run] = {}
     for path in [Path(paths)] if isinstance(paths, str | Path) else [Path(p) for p in paths]:
         path = _tests(path)
-        inside: list[Path] = []
-        waiting: list[Path] = []
+        inside, waiting = [path], list[Path]()
         if path.is_dir() and not (path / "result.json").exists() and not (path / "metrics.jsonl").exists():
-            _search(path, _DEPTH, inside, waiting)
+            inside, waiting = find_runs(path)
             if not inside:
                 raise FedspanError(
                     f"Report: {path} must be or hold finished run directories. Got {len(waiting)} unfinished."
                 )
-        else:
-            inside = [path]
         if unfinished is not None:
             unfinished += waiting
         for each in inside:
@@ -138,6 +135,19 @@ def _tests(path: Path) -> Path:
     """Where the test runs lie, for a directory of `reproduce`; any other path as it is."""
     reproduced = (path / "table.md").is_file() and (path / "test").is_dir()
     return path / "test" if reproduced else path
+
+
+def find_runs(path: Path) -> tuple[list[Path], list[Path]]:
+    """The finished and the unfinished run directories that a path is or holds."""
+    if (path / "result.json").is_file():
+        return [path], []
+    if (path / "metrics.jsonl").is_file():
+        return [], [path]
+    inside: list[Path] = []
+    waiting: list[Path] = []
+    if path.is_dir():
+        _search(path, _DEPTH, inside, waiting)
+    return inside, waiting
 
 
 def as_run(item: Run | Mapping[str, Any]) -> Run:

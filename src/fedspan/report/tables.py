@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import csv
-import html
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedspan.report.measures import Measure, deviation, mean, measure_of, value
+from fedspan.report.grid import Cell, Grid, comma_separated, latex, markdown
+from fedspan.report.measures import Measure, deviation, mean, measure_of, points, value
 from fedspan.report.runs import Run, group
 from fedspan.report.text import number
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Target:
+    """What it took to reach a value for the first time, on average over the seeds that did."""
+
+    value: float
+    reached: int  # seeds that did
+    rounds: float | None = None
+    megabytes: float | None = None  # both directions
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class Row:
     up_total: float | None
     down_total: float | None
     seconds: float | None
+    target: Target | None = None
 
     @property
     def total(self) -> float | None:
@@ -46,8 +56,8 @@ class Row:
         return None if self.up_total is None or self.down_total is None else self.up_total + self.down_total
 
 
-def summary_rows(runs: Sequence[Run]) -> list[Row]:
-    """One row per group of equal settings, the best mean first."""
+def summary_rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
+    """One row per group of equal settings, the best mean first; with what it took to reach a `target` if given."""
     measure = measure_of(runs)
     rows = []
     for g in group(runs):
@@ -69,10 +79,36 @@ def summary_rows(runs: Sequence[Run]) -> list[Row]:
                 up_total=mean([s[2] for s in sent]),
                 down_total=mean([s[3] for s in sent]),
                 seconds=mean([number(r.result["seconds"].get("train")) for r in g.runs]),
+                target=None if target is None else reach(g.runs, measure, target),
             )
         )
     sign = -1.0 if measure.higher else 1.0
     return sorted(rows, key=lambda r: (r.mean is None, sign * (r.mean or 0.0)))
+
+
+def reach(runs: Sequence[Run], measure: Measure, target: float) -> Target:
+    """When runs of different seeds first reach a mean over clients, at the rounds they were evaluated."""
+    found: list[tuple[float, float, float]] = []
+    for run in runs:
+        ways = [points(run, measure, x) for x in ("round", "bytes", "seconds")]
+        at = next((k for k, p in enumerate(ways[0]) if measure.gain(p[2], target) >= 0.0), None)
+        if at is not None:
+            found.append((ways[0][at][1], ways[1][at][1], ways[2][at][1]))
+    if not found:
+        return Target(target, 0)
+    rounds, megabytes, seconds = (math.fsum(column) / len(found) for column in zip(*found))
+    return Target(target, len(found), rounds, megabytes, seconds)
+
+
+def usual_target(rows: Sequence[Row]) -> float | None:
+    """A value worth asking for: 95 % of the best mean (105 % of an error), to a whole percent for accuracies."""
+    known = [r.mean for r in rows if r.mean is not None]
+    if not known:
+        return None
+    measure = rows[0].measure
+    if not measure.higher:
+        return 1.05 * min(known)
+    return math.floor(95 * max(known)) / 100 if measure.percent else 0.95 * max(known)
 
 
 def _megabytes(run: Run) -> tuple[float | None, float | None, float | None, float | None]:
@@ -122,7 +158,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         spread = row.over_seeds if seeds else row.over_clients
         return measure.text(row.mean) if row.mean is None else f"{measure.text(row.mean)} ± {measure.text(spread)}"
 
-    return [
+    found = [
         Column("method", lambda r: r.label),
         Column(f"{measure.title} (± over {'seeds' if seeds else 'clients'})", plus_minus, lambda r: r.mean, best),
         Column(
@@ -138,6 +174,32 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("rounds", lambda r: str(r.rounds), lambda r: float(r.rounds)),
         Column("seeds", lambda r: str(len(r.seeds)), lambda r: float(len(r.seeds))),
     ]
+    aim = next((r.target for r in rows if r.target is not None), None)
+    return found if aim is None else found[:3] + _to_target(aim, measure) + found[3:]
+
+
+def _to_target(aim: Target, measure: Measure) -> list[Column]:
+    """What it took to get there; a row of which not all seeds did says how many."""
+    to = f"to {measure.phrase(aim.value)}"
+
+    def column(title: str, pick: Callable[[Target], float | None], shown: Callable[[float], str]) -> Column:
+        def sort(r: Row) -> float | None:
+            return None if r.target is None else pick(r.target)
+
+        def text(r: Row) -> str:
+            value = sort(r)
+            if value is None or r.target is None:
+                return "never"
+            few = r.target.reached < len(r.seeds)
+            return shown(value) + (f" ({r.target.reached} of {len(r.seeds)} seeds)" if few else "")
+
+        return Column(f"{title} {to}", text, sort, min)
+
+    return [
+        column("rounds", lambda t: t.rounds, lambda v: f"{v:.0f}" if v >= 10 else f"{v:.3g}"),
+        column("MB", lambda t: t.megabytes, short),
+        column("s", lambda t: t.seconds, lambda v: f"{v:,.1f}"),
+    ]
 
 
 def short(value: float | None) -> str:
@@ -150,64 +212,42 @@ def short(value: float | None) -> str:
     return f"{value:,.{digits}f}" if abs(value) >= 1e-6 else "< 0.000001"
 
 
-def to_markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table; the best values are bold."""
+def grid(rows: Sequence[Row]) -> Grid:
+    """The table as text, the best values marked."""
     cols = columns(rows)
     best = [c.winners(rows) for c in cols]
+    cells = [[Cell(c.text(r), r.label in b) for c, b in zip(cols, best)] for r in rows]
+    return Grid([c.title for c in cols], cells)
 
-    def cell(text: str, bold: bool = False) -> str:
-        text = html.escape(text, quote=False).replace("\\", "\\\\").replace("|", "\\|")
-        return f"**{text}**" if bold else text
 
-    lines = [[cell(c.title) for c in cols], [":--" if c.sort is None else "--:" for c in cols]]
-    lines += [[cell(c.text(r), r.label in b) for c, b in zip(cols, best)] for r in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def to_markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table; the best values are bold."""
+    return markdown(grid(rows))
+
+
+def to_latex(rows: Sequence[Row]) -> str:
+    """A LaTeX table for the booktabs package; the best values are bold."""
+    return latex(grid(rows))
 
 
 def to_csv(rows: Sequence[Row]) -> str:
     """CSV with full precision: fractions, not percent; `n/a` where a value is missing."""
     name = rows[0].measure.name if rows else "accuracy"
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ["label", "method", "seeds", "rounds", name, f"{name}_std_over_seeds", f"{name}_std_over_clients"]
-        + [f"{name}_worst_tenth", "mb_up_per_client_round", "mb_down_per_client_round"]
-        + ["mb_up", "mb_down", "mb_total", "train_seconds"]
-    )
+    titles = ["label", "method", "seeds", "rounds", name, f"{name}_std_over_seeds", f"{name}_std_over_clients"]
+    titles += [f"{name}_worst_tenth", "mb_up_per_client_round", "mb_down_per_client_round"]
+    titles += ["mb_up", "mb_down", "mb_total", "train_seconds"]
+    aimed = any(r.target is not None for r in rows)
+    titles += ["target", "seeds_that_reach_it", "rounds_to_it", "mb_to_it", "seconds_to_it"] if aimed else []
+    lines: list[list[str | int | float | None]] = []
     for r in rows:
-        # A spreadsheet would run a cell that starts like a formula.
-        words = ["'" + w if w[:1] in ("=", "+", "-", "@") else w for w in (r.label, r.method)]
-        numbers = [r.mean, r.over_seeds, r.over_clients, r.worst, r.up, r.down]
-        numbers += [r.up_total, r.down_total, r.total, r.seconds]
-        seeds = " ".join(map(str, r.seeds))
-        writer.writerow([*words, seeds, r.rounds, *("n/a" if v is None else repr(v) for v in numbers)])
-    return out.getvalue()
-
-
-_LATEX = {c: "\\" + c for c in "&%$#_{}"} | {
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "\\": r"\textbackslash{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "±": r"$\pm$",
-    "…": r"\ldots{}",
-}
-
-
-def to_latex(rows: Sequence[Row]) -> str:
-    """A LaTeX table for the booktabs package; the best values are bold."""
-    cols = columns(rows)
-    best = [c.winners(rows) for c in cols]
-
-    def cell(text: str, bold: bool = False) -> str:
-        text = "".join(_LATEX.get(c, c) for c in text)
-        return rf"\textbf{{{text}}}" if bold else text
-
-    lines = [rf"\begin{{tabular}}{{{''.join('l' if c.sort is None else 'r' for c in cols)}}}", r"\toprule"]
-    lines += [" & ".join(cell(c.title) for c in cols) + r" \\", r"\midrule"]
-    lines += [" & ".join(cell(c.text(r), r.label in b) for c, b in zip(cols, best)) + r" \\" for r in rows]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+        line: list[str | int | float | None] = [r.label, r.method, " ".join(map(str, r.seeds)), r.rounds]
+        line += [r.mean, r.over_seeds, r.over_clients, r.worst, r.up, r.down]
+        line += [r.up_total, r.down_total, r.total, r.seconds]
+        if aimed and r.target is not None:
+            t = r.target
+            line += [t.value, t.reached, t.rounds, t.megabytes, t.seconds]
+        lines.append(line)
+    return comma_separated(titles, lines)
 
 
 def to_rich(rows: Sequence[Row]) -> Table:
