@@ -16,7 +16,8 @@ from fedspan.config_sections import known_shape
 from fedspan.data.federated import FederatedData, Index
 from fedspan.engine import Engine
 from fedspan.errors import ConfigError
-from fedspan.method import Capacity, Federation, Method
+from fedspan.method import Capacity, Federation, Method, capacity_in
+from fedspan.models.registry import is_language
 from fedspan.randomness import key, normal
 from fedspan.settings import Settings
 from fedspan.task import Task
@@ -68,7 +69,11 @@ class Experiment:
 
     def federation(self, clients: int, groups: Tensor | None = None) -> Federation:
         """What is known of the clients before the first round."""
-        return Federation(clients, self.seed, tuple(self.method.capacity_of(i) for i in range(clients)), groups)
+        return Federation(clients, self.seed, tuple(self.capacity(i) for i in range(clients)), groups)
+
+    def capacity(self, client: int) -> Capacity:
+        """What tells a client's shapes from others'."""
+        return capacity_in(self.method, self.task, client)
 
 
 def first_capacity(federation: Federation) -> Capacity:
@@ -79,6 +84,13 @@ def first_capacity(federation: Federation) -> Capacity:
 def read_experiment(text: str, data: FederatedData | Kind) -> Experiment:
     """The experiment of a TOML text, on data like these."""
     config = read_config(text)
+    if is_language(config.model.kind):
+        raise ConfigError(f"Deploy: language models can be simulated only. Got model.kind '{config.model.kind}'.")
+    if config.devices.limited:
+        raise ConfigError(
+            "Deploy: devices with limits are for simulations, as a server does not know its nodes' data. Take the ratios"
+            " that `fedspan capacity` shows into the method's own field."
+        )
     given = data if isinstance(data, FederatedData) else stand_in(data, 1, config.seed)
     method, task, _ = assemble(config, given)
     return Experiment(method, task, config.seed, config.train, config.rounds, config.name, config.recorded(), text)

@@ -80,7 +80,7 @@ def export_model(folder: Path, file: Path) -> dict[str, Any]:
 
 
 def _capacity(experiment: Experiment, about: dict[str, Any]) -> Any:
-    return experiment.method.capacity_of(int(about["client"]))
+    return experiment.capacity(int(about["client"]))
 
 
 def _load(folder: Path) -> tuple[Experiment, Any, Tree, dict[str, Any]]:

@@ -60,7 +60,7 @@ class Node:
     def _train(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
         number, t = int(asked["client"]), int(asked["round"])
         engine, method = self._engine(asked), self.experiment.method
-        capacity = method.capacity_of(number)
+        capacity = self.experiment.capacity(number)
         with self._personal(asked) as personal:
             held = self._hear(personal.load(t) or self._begin(asked), asked, payload)
             if isinstance(held, int):
@@ -82,7 +82,7 @@ class Node:
 
     def _evaluate(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
         number, t = int(asked["client"]), int(asked["round"])
-        engine, capacity = self._engine(asked), self.experiment.method.capacity_of(number)
+        engine, capacity = self._engine(asked), self.experiment.capacity(number)
         with self._personal(asked) as personal:
             before = personal.load(t + 1) or self._begin(asked)
             held = self._hear(before, asked, payload)

@@ -256,7 +256,8 @@ class Server:
             if not mine:
                 shared.append({})
                 continue
-            down = self.method.download(r.server, torch.tensor(mine), capacity, t)
+            ask = self.method.download_for_use if do == "evaluate" else self.method.download
+            down = ask(r.server, torch.tensor(mine), capacity, t)
             shared.append(wire.roundtrip(down.shared, codecs)[0])
             for k, i in enumerate(mine):
                 whole = {**down.shared, **tree.take(down.own, k)}
