@@ -88,8 +88,8 @@ def read_experiment(text: str, data: FederatedData | Kind) -> Experiment:
         raise ConfigError(f"Deploy: language models can be simulated only. Got model.kind '{config.model.kind}'.")
     if config.devices.limited:
         raise ConfigError(
-            "Deploy: devices with limits are for simulations, as a server does not know its nodes' data. Take the ratios"
-            " that `fedspan capacity` shows into the method's own field."
+            "Deploy: devices with limits are for simulations, as a server does not know its nodes' data. Take the"
+            " ratios that `fedspan capacity` shows into the method's own field."
         )
     given = data if isinstance(data, FederatedData) else stand_in(data, 1, config.seed)
     method, task, _ = assemble(config, given)
