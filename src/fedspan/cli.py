@@ -30,7 +30,7 @@ from fedspan.commands.theory import theory
 from fedspan.commands.traffic import bytes_
 from fedspan.commands.watch import watch
 from fedspan.errors import FedspanError
-from fedspan.pool import keep_heap
+from fedspan.heap import keep_heap
 
 FAULT, STOPPED = 2, 130
 

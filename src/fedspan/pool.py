@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fedspan.errors import FedspanError
+from fedspan.heap import keep_heap
 from fedspan.tree import EMPTY, Tree
 from fedspan.wire import pack, unpack
 
@@ -220,11 +221,3 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
-
-
-def keep_heap() -> None:
-    """Keep freed memory in the process: giving gradients back and faulting them in again costs more than a step."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc; elsewhere the allocator's own habits stay
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
