@@ -22,8 +22,8 @@ _EXPLAINED = 0.6  # times the label distance squared: what skewed labels alone d
 _MOST = 20  # a rank to start from is not larger than this
 
 # The order was settled on few of those federations (a perceptron, 60 rounds, defaults, not all candidates). Best among
-# those tried, in the order of the kinds: fedavg 93 %, ditto 97 (fedper 96; clients held 5 of 10 classes), fedper 88, ifca
-# 96 (fedper 93), ifca 93 (fedavg 90). Where clients held 2.6 of 10 classes fedper reached 97 %, ditto 95.
+# those tried, in the order of the kinds: fedavg 93 %, ditto 97 (fedper 96; clients held 5 of 10 classes), fedper 88,
+# ifca 96 (fedper 93), ifca 93 (fedavg 90). Where clients held 2.6 of 10 classes fedper reached 97 %, ditto 95.
 SUITED: dict[str, tuple[str, ...]] = {
     "none": ("fedavg", "ditto", "fedala"),
     "label skew": ("ditto", "fedper", "fedrep"),
