@@ -69,6 +69,11 @@ def test_known_partitions_are_named(
     assert found.sentences()[0].lower().startswith(("the 18 clients", named))
 
 
+def test_who_holds_few_classes_gets_a_head_of_its_own() -> None:
+    assert look(partition(DIGITS, "pathological", 18, seed=1, classes_per_client=2)).methods[0] == "fedper"
+    assert look(partition(DIGITS, "dirichlet", 18, seed=1, alpha=0.5)).methods[0] == "ditto"
+
+
 def test_inputs_that_differ_are_a_domain_shift_and_skew_is_seen_beside_it() -> None:
     data = partition(DIGITS, "iid", 18, seed=1)
     x, top = data.x.clone(), float(data.x.max())

@@ -184,7 +184,7 @@ def test_page_shows_who_learns_from_whom(run: Path, tmp_path: Path) -> None:
     shown = Run(toy.path, {**toy.result, "method": "Factorized-FL (a row of a table)"}, toy.lines)
     text = write_page([plain, shown], tmp_path / "page.html").read_text()
     assert "Who learns from whom" in text and "99% of them inside a true group" in text
-    assert "<image" not in text and text.count("<svg") == 3 and "over bytes" in text
+    assert "<image" not in text and text.count("<svg") == 4 and "over bytes" in text
     assert "over the rounds" in text and "sigma, round 4" in text
     copy = tmp_path / "copy"
     copy.mkdir()

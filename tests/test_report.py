@@ -419,6 +419,8 @@ def test_labels_capacities_and_monitors_are_drawn_where_a_run_tells_them() -> No
     assert [d["name"] for d in found["capacities"].data] == ["fedhm, 0.25", "fedhm, 1.0"]
     (plot,) = monitor_plots(group([one]))
     assert plot.title == "rank" and plot.data[0]["y"] == [3.0]
+    odd = [run("a", labels=[[3, 1], [0, 4]], names=3, groups="x")]
+    assert plots(group(odd), summary_rows(odd))[-1].data[0]["y"] == ["0", "1"]
     for damaged in ([[1], [1, 2]], "x", [[-1]], [], {"a": 1}):
         assert label_table(run(labels=damaged)) is None
 

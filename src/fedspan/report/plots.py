@@ -17,6 +17,7 @@ from fedspan.report.measures import Axis, Client, Curve, Measure, clients, curve
 from fedspan.report.palette import looks
 from fedspan.report.runs import Group, Run
 from fedspan.report.tables import Row, short
+from fedspan.report.text import clean
 
 _X: dict[Axis, str] = {
     "round": "round",
@@ -239,7 +240,9 @@ def labels_plot(groups: Sequence[Group]) -> Plot | None:
     counts = None if run is None else label_table(run)
     if run is None or counts is None:
         return None
-    names = [str(n) for n in run.result.get("names") or range(len(counts))]
+    called = run.result.get("names")
+    known_names = isinstance(called, list) and len(called) == len(counts)
+    names = [clean(str(n)) for n in called] if known_names and called else [str(i) for i in range(len(counts))]
     told = run.result.get("groups")
     known = told if isinstance(told, list) and len(told) == len(counts) else None
     order = np.argsort(np.array(known if known is not None else np.zeros(len(counts))), kind="stable")
