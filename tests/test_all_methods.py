@@ -2,7 +2,7 @@
 
 vmap = chunks = loop; 1 worker = 2 workers; pure; order of clients does not matter; bystanders unchanged bit for bit;
 counted bytes = bytes of the serialised payload; state survives save and load; zero step size is a fixed point; nothing
-private is sent; bad input is refused in one sentence; the loss falls.
+private is sent; bad input is refused in one sentence; the loss falls; Flower gives the simulator's numbers.
 """
 
 from __future__ import annotations
@@ -360,6 +360,35 @@ def test_dropped_answers_and_empty_rounds_are_survived(name: str, fields: dict[s
         assert all(line["skipped"] and line["answered"] == 0 for line in none.record.lines)
         if drop == "before":
             assert_same(state(none), state(start))
+
+
+@FIRST_ROWS
+def test_flower_is_the_simulator(
+    name: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flower_grid import deployed, held_by
+
+    monkeypatch.setattr("fedspan.treefile.os.fsync", lambda _: None)  # what is compared here need not outlive a crash
+    method, settings = make(name, **fields), {"participation": 1.0, "epochs": 1, "mapping": "loop"}
+    server, grid = deployed(method, tmp_path, epochs=1)
+    result = server.run()
+    sim = Simulation(
+        method,
+        make_task(),
+        make_data(clients=3),
+        rounds=2,
+        seed=5,
+        settings=Settings(evaluate_every=100, batch_size=8, dtype="float64", workers=1, **settings),
+    )
+    expected = sim.run()
+    assert not server.refusals and [line["answered"] for line in server.record.lines] == [3, 3]
+    assert_close(sim.record.server, server.record.server)
+    assert_close(sim.record.common, server.record.common)
+    for i in range(3):
+        assert_close(sim.record.row(i), held_by(grid, server, i).row)
+    for measure, values in expected.per_client.items():
+        assert values == pytest.approx(result.per_client[measure], abs=1e-12)
+    assert [expected.bytes[k] for k in ("up", "down", "meta")] == [result.bytes[k] for k in ("up", "down", "meta")]
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -142,6 +142,22 @@ class RunDirectory:
             )
         return loaded
 
+    def forget_from(self, round: int) -> bool:
+        """Drop the generations of this round and later, so that `load` finds the state before it.
+
+        False, and nothing changed, where no whole manifest of an earlier round is left.
+        """
+        rounds: dict[int, int] = {}
+        for kind, g in self._files().values():
+            with suppress(CheckpointError):
+                if kind == "manifest":
+                    rounds[g] = read_manifest(self.path, g)["round"]
+        if self.read_only or not any(r < round for r in rounds.values()):
+            return False
+        self._remove(f"manifest-{g}.json" for g, r in rounds.items() if r >= round)
+        self._loaded = False
+        return True
+
     def save(
         self,
         round: int,

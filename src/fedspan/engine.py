@@ -59,10 +59,22 @@ class Engine:
         return self._models[capacity]
 
     def update(
-        self, capacity: Capacity, round: int, ids: list[int], rows: Tree, shared: Tree, own: Tree, common: Tree
+        self,
+        capacity: Capacity,
+        round: int,
+        ids: list[int],
+        rows: Tree,
+        shared: Tree,
+        own: Tree,
+        common: Tree,
+        raw: bool = False,
     ) -> Answer:
-        """`client_update` of every client in `ids`; rows and own are stacked in that order."""
-        task, codecs, shared = self.model(capacity), self.method.codecs(round), tree.aligned(shared)
+        """`client_update` of every client in `ids`; rows and own are stacked in that order.
+
+        `raw` leaves uploads as they are before the codecs, for whoever really writes them.
+        """
+        task, shared = self.model(capacity), tree.aligned(shared)
+        codecs = {} if raw else self.method.codecs(round)
 
         def one(client: Tree, mine: Tree, visit: Visit, _: object) -> tuple[Tree, Sent, dict[str, Tensor]]:
             client, sent = self.method.client_update(task, client, {**shared, **mine}, visit)

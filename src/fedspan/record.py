@@ -37,10 +37,18 @@ class Progress:
     start_norm: float = 0.0
     last_norm: float = 0.0
     notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
+    deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
 
 
 class Record:
-    """The state of a run: server, common and client state, progress and metrics; on disk if there is a directory."""
+    """The state of a run: server, common and client state, progress and metrics; on disk if there is a directory.
+
+    Args:
+        clients: whether the clients' private states are here too; in a deployment they never are.
+
+    Attributes:
+        news: announcements that some client may still have to hear, by number; only in a deployment.
+    """
 
     def __init__(
         self,
@@ -52,7 +60,9 @@ class Record:
         out: Path | None,
         fresh: bool,
         read_only: bool = False,
+        clients: bool = True,
     ) -> None:
+        self.news: dict[str, Tree] = {}
         self.settings, self.out, self.federation, self.read_only = settings, out, federation, read_only
         self.capacities: list[Capacity] = sorted(set(federation.capacities), key=str)
         self.messages: list[str] = []
@@ -71,7 +81,7 @@ class Record:
                 raise
             self.messages += self.directory.warnings
         try:
-            self._begin(engine, loaded)
+            self._begin(engine, loaded, clients)
         except BaseException:
             self.close()
             raise
@@ -79,10 +89,10 @@ class Record:
         self._saved_at = time.monotonic()
         self._written = len(self.lines)
 
-    def _begin(self, engine: Engine, loaded: Loaded | None) -> None:
+    def _begin(self, engine: Engine, loaded: Loaded | None, clients: bool) -> None:
         """Start from nothing, or from a checkpoint."""
         out, read_only = self.out, self.read_only
-        self.stores = {c: self._store(engine, c) for c in self.capacities}
+        self.stores = {c: self._store(engine, c) for c in self.capacities} if clients else {}
         if loaded is None:
             first = engine.model(self.capacities[0])
             self.server: Tree = tree.contiguous(engine.method.init_server(first, self.federation))
@@ -93,9 +103,10 @@ class Record:
                 (out / "metrics.jsonl").write_text("")
                 (out / "result.json").unlink(missing_ok=True)
         else:
-            for c, rows in zip(self.capacities, loaded.rows):
+            for c, rows in zip(self.stores, loaded.rows):
                 self.stores[c].restore(rows)
             self.server, self.common = loaded.server["server"], loaded.server["common"]
+            self.news = loaded.server.get("news", {})
             e = dict(loaded.extra)
             e |= {"totals": Counter(e["totals"]), "names": Counter(e["names"])}
             self.progress = Progress(round=loaded.round, **e)
@@ -121,8 +132,8 @@ class Record:
             length = f.tell()
         p = dict(vars(self.progress))
         done = p.pop("round")
-        state = {"server": self.server, "common": self.common}
-        self.directory.save(done, state, [self.stores[c] for c in self.capacities], p, length)
+        state = {"server": self.server, "common": self.common, **({"news": self.news} if self.news else {})}
+        self.directory.save(done, state, list(self.stores.values()), p, length)
         self._saved_at = time.monotonic()
 
     def close(self) -> None:

@@ -23,18 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from fedspan import __version__, evaluate, tree, wire
-from fedspan.aggregate import Mean, weighted_sum
+from fedspan.aggregate import Mean
 from fedspan.classes import class_matrix
 from fedspan.config_types import build_dataclass
 from fedspan.data.federated import FederatedData
 from fedspan.engine import Engine, choose_mapping, chunk_size
 from fedspan.errors import ConfigError, Divergence
-from fedspan.method import Capacity, Federation, Method, Round
+from fedspan.method import Capacity, Federation, Method
 from fedspan.methods import name_of
 from fedspan.pool import Job, Meta, Pool
 from fedspan.randomness import generator
 from fedspan.record import Progress, Record
 from fedspan.result import Result
+from fedspan.rounds import advance, in_order, partial_sum, watch
 from fedspan.settings import Settings, dropped, sample
 from fedspan.task import Task
 from fedspan.tree import Tree
@@ -207,20 +208,13 @@ class Simulation:
         r = self.record
         server, common, told = r.server, r.common, 0
         ids = sorted(weights)
-        skipped = sum(weights.values()) == 0.0
-        if not skipped:
-            server = self.method.server_update(
-                server,
-                Round(
-                    round=t,
-                    ids=torch.tensor(ids),
-                    n=torch.from_numpy(self.data.sizes[ids]).to(self.dtype),
-                    weights=torch.tensor([weights[i] for i in ids], dtype=self.dtype),
-                    mean=mean.result(),
-                    each=tree.stack([each[i] for i in ids]),
-                    missing=torch.tensor([i for i in sampled if i not in weights], dtype=torch.int64),
-                ),
-            )
+        new_server = advance(
+            self.method, server, t, asked=sampled, weights=weights, each=each, mean=mean, sizes=self.data.sizes,
+            dtype=self.dtype,
+        )  # fmt: skip
+        skipped = new_server is None
+        if new_server is not None:
+            server = new_server
             norm = self._watch(t, server)
             news = self.method.announce(server, t)
             if news is not None:
@@ -253,7 +247,7 @@ class Simulation:
         """Cut clients into chunks of one capacity, the largest first so that a chunk wastes little on empty slots."""
         jobs = []
         for c, capacity in enumerate(self.capacities):
-            mine = sorted((i for i in ids if self.capacity[i] == capacity), key=lambda i: (-load[i], i))
+            mine = in_order([i for i in ids if self.capacity[i] == capacity], load)
             if not mine:
                 continue
             own = self._download(do, t, c, mine, sizes)
@@ -321,12 +315,9 @@ class Simulation:
         sizes = {f"up/{k}": v for k, v in wire.count(sent.mean | sent.each).items()}
         sizes |= {f"up/{k}": int(v[heard].sum()) for k, v in answer.coded.items()}
         facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
-        lifted = sent.mean
-        if type(self.method).lift is not Method.lift and names:
-            lifted = torch.func.vmap(lambda mean: self.method.lift(mean, broadcast["shared"], capacity))(lifted)
         return facts, {
             "rows": answer.rows,
-            "mean": weighted_sum(lifted, sent.weight, keep_factors=True),
+            "mean": partial_sum(self.method, sent, broadcast["shared"], capacity),
             "each": sent.each,
         }
 
@@ -334,16 +325,9 @@ class Simulation:
 
     def _watch(self, t: int, server: Tree) -> float:
         """Raise before a state that is not finite, or grows without measure, replaces a good one."""
-        if not tree.all_finite(server):
-            raise Divergence(f"Simulator: the server's state is not finite after round {t}; {self._advice()}")
-        norm = self.method.size(server)
-        before, start = max(self.record.progress.last_norm, 1.0), max(self.record.progress.start_norm, 1.0)
-        if t >= 10 and (norm > 100 * start or norm > 10 * before):
-            raise Divergence(
-                f"Simulator: the norm of the server's state rose to {norm:.3g} in round {t}, from {before:.3g} before"
-                f" and {start:.3g} at the start; {self._advice()}"
-            )
-        return norm
+        p = self.record.progress
+        advice = self._advice()
+        return watch(self.method, t, server, before=p.last_norm, start=p.start_norm, who="Simulator", advice=advice)
 
     def _advice(self) -> str:
         lr = getattr(self.method, "lr", None)

@@ -38,6 +38,10 @@ class Codec(Protocol):
         """The tensor on the other side."""
         ...
 
+    def fits(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+        """Whether these could be parts of a tensor of that type and shape; `decode` is only called if so."""
+        ...
+
     def roundtrip(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`decode(encode(x))` and the bytes of `encode(x)`, as pure tensor operations that can be mapped."""
         ...
@@ -50,6 +54,10 @@ class Half:
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         """The tensors that travel."""
         return {"half": x.to(torch.float16)}
+
+    def fits(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+        """Whether these could be parts of such a tensor."""
+        return _are(parts, half=(torch.float16, shape))
 
     def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the other side."""
@@ -71,6 +79,18 @@ class Sparse:
         if 4 * len(at) <= -(-flat.numel() // 8):
             return {"values": flat[at], "positions": at.to(torch.int32)}
         return {"values": flat[at], "bitmap": _bits(flat != 0)}
+
+    def fits(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+        """Whether these could be parts of such a tensor."""
+        size = math.prod(shape)
+        n = parts["values"].numel() if "values" in parts else -1
+        if not 0 <= n <= size:
+            return False
+        if _are(parts, values=(dtype, (n,)), positions=(torch.int32, (n,))):
+            at = parts["positions"].long()
+            return bool((at >= 0).all() and (at < size).all() and (at[1:] > at[:-1]).all())
+        fit = _are(parts, values=(dtype, (n,)), bitmap=(torch.uint8, (-(-size // 8),)))
+        return fit and len(_positions(parts["bitmap"], size)) == n
 
     def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the other side."""
@@ -98,6 +118,14 @@ class Rows:
         live = (flat != 0).any(1)
         return {"rows": flat[live], "bitmap": _bits(live)}
 
+    def fits(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+        """Whether these could be parts of such a tensor."""
+        rows = shape[0] if shape else 1
+        n = len(parts["rows"]) if "rows" in parts and parts["rows"].ndim == 2 else -1
+        wide = math.prod(shape[1:])
+        fit = 0 <= n <= rows and _are(parts, rows=(dtype, (n, wide)), bitmap=(torch.uint8, (-(-rows // 8),)))
+        return fit and len(_positions(parts["bitmap"], rows)) == n
+
     def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the other side."""
         rows = parts["rows"].to(dtype)
@@ -110,6 +138,11 @@ class Rows:
         flat = x.reshape(*x.shape[:1], -1) if x.ndim else x.reshape(1, 1)
         live = (flat != 0).any(1).sum()
         return x, live * flat.shape[1] * x.element_size() + -(-len(flat) // 8)
+
+
+def _are(parts: dict[str, Tensor], **expected: tuple[torch.dtype, tuple[int, ...]]) -> bool:
+    """Whether parts have these names, types and shapes, and no others."""
+    return {k: (t.dtype, tuple(t.shape)) for k, t in parts.items()} == expected
 
 
 def _bits(live: Tensor) -> Tensor:
@@ -158,6 +191,14 @@ class Energy:
             return {"dense": x}
         return {"u": u[:, :k], "s": s[:k], "v": v[:k]}
 
+    def fits(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+        """Whether these could be parts of such a tensor."""
+        if "dense" in parts or len(shape) < 2:
+            return _are(parts, dense=(dtype, shape))
+        high, wide = shape[0], math.prod(shape[1:])
+        k = parts["s"].numel() if "s" in parts else -1
+        return 1 <= k <= min(high, wide) and _are(parts, u=(dtype, (high, k)), s=(dtype, (k,)), v=(dtype, (k, wide)))
+
     def decode(self, parts: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the other side."""
         if "dense" in parts:
@@ -194,6 +235,43 @@ def roundtrip(payload: Tree, codecs: Mapping[str, Codec]) -> tuple[Tree, dict[st
         else:
             out[name] = part
     return out, sizes
+
+
+def encode(payload: Tree, codecs: Mapping[str, Codec]) -> Tree:
+    """A payload as it is written: the leaves of coded parts, in the order of their paths, become codecs' tensors."""
+    out: Tree = {}
+    for name, part in payload.items():
+        if name in codecs:
+            flat = tree.flatten({name: part})
+            out[name] = {str(k): codecs[name].encode(flat[path]) for k, path in enumerate(sorted(flat))}
+        else:
+            out[name] = part
+    return out
+
+
+def decode(coded: Tree, codecs: Mapping[str, Codec], like: Tree) -> Tree:
+    """The inverse of `encode`; `like` has the structure, types and shapes of the payload (its coded parts suffice).
+
+    Raises:
+        Refused: if a coded part cannot be one of those types and shapes; nothing larger than declared is made.
+    """
+    out: Tree = {}
+    for name, part in coded.items():
+        if name not in codecs or name not in like:
+            out[name] = part
+            continue
+        paths = tree.flatten({name: like[name]})
+        if not isinstance(part, dict) or part.keys() != {str(k) for k in range(len(paths))}:
+            raise Refused(f"Wire: '{name[:80]}' must be written as {len(paths)} coded tensors.")
+        flat: dict[str, Tensor] = {}
+        for k, path in enumerate(sorted(paths)):
+            parts, dtype, shape = part[str(k)], paths[path].dtype, tuple(paths[path].shape)
+            plain = isinstance(parts, dict) and all(isinstance(t, Tensor) for t in parts.values())
+            if not plain or not codecs[name].fits(parts, dtype, shape):
+                raise Refused(f"Wire: '{path}' is not written as {type(codecs[name]).__name__} writes {list(shape)}.")
+            flat[path] = codecs[name].decode(parts, dtype, shape)
+        out |= tree.unflatten(flat, tree.empty_paths({name: like[name]}))
+    return out
 
 
 def count(payload: Tree, coded: Mapping[str, Any] | None = None) -> dict[str, int]:
