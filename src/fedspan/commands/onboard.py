@@ -12,11 +12,10 @@ import typer
 
 from fedspan.commands.console import say, show, size, table, user_path
 from fedspan.commands.running import open_run
-from fedspan.errors import ConfigError, DataError, FedspanError
+from fedspan.errors import ConfigError, FedspanError
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
-    from fedspan.data.pool import Source
     from fedspan.onboard import Onboarded
     from fedspan.simulate import Simulation
 
@@ -38,11 +37,12 @@ def onboard(
     Without x_test and y_test, a quarter of x is kept for testing. x is prepared as the run's source was.
     """
     from fedspan import onboard as joining
+    from fedspan.data.own import read_own
 
     if out is not None:
         _check_out(out)
     config, simulation = open_run(run, "onboard")
-    source, prepared = read_client(data, config, simulation)
+    source, prepared = read_own(data, config, simulation.data.classes, compare=True)
     x, y, held = source.x, source.y, len(source.test_rows)
     end = len(x) - held
     parts = (x[:end], y[:end], *((x[end:], y[end:]) if held else ()))
@@ -71,36 +71,6 @@ def onboard(
     say(f"Sent: 0 bytes up, {size(new.bytes_down)} down (once).{_others(run)}")
     if out is not None:
         say(f"Model: {out}")
-
-
-def read_client(path: Path, config: RunConfig, simulation: Simulation) -> tuple[Source, str]:
-    """A client's npz prepared as the run's source was, and in words how; test examples come last.
-
-    Raises:
-        DataError: if the file cannot be used, or is of another type than the source.
-    """
-    from fedspan.data import load
-    from fedspan.data.catalog import KNOWN
-    from fedspan.data.files import npz_parts
-    from fedspan.data.pool import assemble
-    from fedspan.data.sources import MAX_BYTES
-
-    if path.suffix != ".npz":
-        raise DataError(f"onboard: --data must be an .npz file. Got {path.name!r}.")
-    d, classes = config.data, simulation.data.classes
-    train, test = npz_parts(path, MAX_BYTES)
-    made = assemble(d.source, train, test, KNOWN.get(d.source), size=d.size, limit=None, seed=0, classes=classes)
-    if d.source != "digits" and d.source not in KNOWN:
-        # Bytes of unknown sources are scaled and numbers are not: both must be of one kind to mean the same.
-        source = load(d.source, d.root, classes=d.classes, columns=d.columns)
-        if (source.mean, source.std) != (made.mean, made.std):
-            kind = "bytes (uint8)" if train.x.dtype != "uint8" else "numbers, not bytes"
-            raise DataError(f"{path.name}: x must hold {kind}, like the run's source. Got {train.x.dtype}.")
-    mean, std = ("/".join(f"{v:g}" for v in t) for t in (made.mean, made.std))
-    if (made.mean, made.std) == ((0.0,), (1.0,)):
-        return made, f"{train.x.dtype}, taken as it is, like the run's source"
-    kind = "bytes, divided by 255" if train.x.dtype == "uint8" else f"{train.x.dtype}, taken to lie in 0..1"
-    return made, f"{kind}, normalised with the run's constants (mean {mean}, deviation {std})"
 
 
 def _fedavg(given: Path | None, run: Path, config: RunConfig) -> Simulation | None:

@@ -1,4 +1,4 @@
-"""A node's personal state on its own disk: whole or not there, with the round it belongs to, readable by its owner only.
+"""A node's personal state on its own disk: whole or not there, with its round, readable by its owner only.
 
 It is kept per experiment and lineage. A **lineage** begins when a server starts an experiment from nothing; a server
 that resumes keeps it. So a node that comes back finds its state, and one whose server started over begins anew.
