@@ -14,6 +14,7 @@ from fedspan.commands.compare import compare
 from fedspan.commands.console import fail, note
 from fedspan.commands.data import data, partition
 from fedspan.commands.demo import demo
+from fedspan.commands.deploy import deploy
 from fedspan.commands.doctor import doctor
 from fedspan.commands.export import export
 from fedspan.commands.methods import methods
@@ -52,13 +53,14 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Personalised federated learning with low-rank structure: simulate and compare methods.",
+    help="Personalised federated learning with low-rank structure: simulate, compare, deploy.",
 )
 for command in (demo, run, compare, sweep, reproduce, report, methods, data, partition, doctor, export, onboard):
     app.command()(command)
 app.command("bytes")(bytes_)
 app.command()(theory)
 app.add_typer(analyse, name="analyse")
+app.add_typer(deploy, name="deploy")
 
 
 def _version(wanted: bool) -> None:
@@ -73,7 +75,7 @@ def options(
         bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Personalised federated learning with low-rank structure: simulate and compare methods."""
+    """Personalised federated learning with low-rank structure: simulate, compare, deploy."""
 
 
 def main() -> None:

@@ -280,7 +280,9 @@ def watch_run(deployment: Deployment, name: str, number: int, seconds: float, te
                 raise FedspanError(f"Deploy: the run ended as {state}. Order it again to go on. See {log}.")
             return body
         if time.monotonic() > end:
-            raise FedspanError(f"Deploy: the run is not finished after {seconds:g} s; it goes on without being watched.")
+            raise FedspanError(
+                f"Deploy: the run is not finished after {seconds:g} s; it goes on without being watched."
+            )
         time.sleep(1.0)
 
 

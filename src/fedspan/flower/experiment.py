@@ -50,6 +50,7 @@ class Experiment:
     rounds: int
     name: str
     config: dict[str, Any]
+    text: str = ""
 
     @property
     def key(self) -> str:
@@ -80,7 +81,7 @@ def read_experiment(text: str, data: FederatedData | Kind) -> Experiment:
     config = read_config(text)
     given = data if isinstance(data, FederatedData) else stand_in(data, 1, config.seed)
     method, task, _ = assemble(config, given)
-    return Experiment(method, task, config.seed, config.train, config.rounds, config.name, config.recorded())
+    return Experiment(method, task, config.seed, config.train, config.rounds, config.name, config.recorded(), text)
 
 
 def read_config(text: str) -> RunConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +84,20 @@ class Node:
         number, t = int(asked["client"]), int(asked["round"])
         engine, capacity = self._engine(asked), self.experiment.method.capacity_of(number)
         with self._personal(asked) as personal:
-            held = self._hear(personal.load(t + 1) or self._begin(asked), asked, payload)
+            before = personal.load(t + 1) or self._begin(asked)
+            held = self._hear(before, asked, payload)
             if isinstance(held, int):
                 return {"status": "stale", "heard": held}, b""
             down = self._down(asked, payload, t)
-            personal.save(held)  # with what it has just heard
+            if held.heard != before.heard:
+                personal.save(held)
             part = str(asked.get("part", "test"))
             rows = tree.stack([held.row])
             sums = engine.evaluate(capacity, t, [number], rows, down, {}, held.common, part)
             weights = engine.personal(capacity, t, number, held.row, down, held.common)
-            about = {"round": str(t), "client": str(number), "experiment": self.experiment.name}
-            save_tree(personal.path / "personal.safetensors", tree.contiguous(weights), about)
+            about = {"round": t, "client": number, "kind": asdict(self.kind), "text": self.experiment.text}
+            words = {"about": json.dumps(about)}
+            save_tree(personal.path / "personal.safetensors", tree.contiguous(weights), words)
         return {"status": "done", "sums": {k: float(v[0]) for k, v in sums.items()}, "heard": held.heard}, b""
 
     # ------------------------------------------------------------------------------------------------ parts

@@ -140,4 +140,3 @@ def _descendants(pid: int) -> list[int]:
         found += children
         todo += children
     return found
-
