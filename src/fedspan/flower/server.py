@@ -148,7 +148,8 @@ class Server:
         wanted = sample(self.clients, self.experiment.settings, self.experiment.seed, t)
         asked = self._more(wanted, t)
         sizes: Counter[str] = Counter()
-        shared, requests, declared = self._requests("train", t, asked, sizes)
+        ready = [i for i in asked if self._known(i)]
+        shared, requests, declared = self._requests("train", t, ready, sizes)
         codecs = self.method.codecs(t)
 
         def check(i: int, facts: Facts, payload: bytes) -> Sent:
@@ -164,6 +165,7 @@ class Server:
             )
 
         got, refused, missing = self._exchange("train", t, requests, check, enough=len(wanted), sizes=sizes)
+        missing |= {i: "it has not said how many examples it has" for i in asked if not self._known(i)}
         refused |= self._outliers(got)
         for i, why in refused.items():
             self._refuse(t, i, why)

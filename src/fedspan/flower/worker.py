@@ -106,9 +106,9 @@ def _owner(connection: socket.socket) -> int:
 
 def _send(connection: socket.socket, head: dict[str, Any], body: bytes) -> None:
     text = json.dumps(head).encode()
-    connection.sendall(struct.pack("<QQ", len(text), len(body)))
-    connection.sendall(text)
-    connection.sendall(body)
+    connection.sendall(struct.pack("<QQ", len(text), len(body)) + text)
+    if body:  # after an empty one the other side may have answered and gone, which would look like a fault
+        connection.sendall(body)
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
