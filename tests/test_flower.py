@@ -349,7 +349,8 @@ def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path) -> None:
     y = (x[:, 0, 0, 0] > 0.5).astype(np.int64)
     np.savez(tmp_path / "own.npz", x=x, y=y)
     (node / "node.json").write_text(json.dumps({"data": str(tmp_path / "own.npz")}))
-    text = 'name = "t"\nrounds = 1\n[partition]\nclients = 2\n[model]\nkind = "mlp"\nhidden = [8]\n[method]\nname = "fedrep"\n'
+    text = 'name = "t"\nrounds = 1\n[partition]\nclients = 2\n[model]\nkind = "mlp"\nhidden = [8]\n'
+    text += '[method]\nname = "fedrep"\n'
     service = Service(node)
     made = service.node(text)
     method, task = made.experiment.method, made.experiment.task

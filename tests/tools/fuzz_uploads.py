@@ -237,7 +237,8 @@ if __name__ == "__main__":
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     p99 = 1000 * float(np.percentile(result.times, 99))
     print(
-        f"{result.tried} uploads: {result.refused} refused, {result.valid} valid by declaration, {result.crashed} crashes,"
+        f"{result.tried} uploads: {result.refused} refused, {result.valid} valid by declaration,"
+        f" {result.crashed} crashes,"
         f" {result.wrongly_admitted} wrongly admitted; honest round the same: {result.same_result};"
         f" p99 {p99:.1f} ms, slowest {1000 * max(result.times):.1f} ms; memory +{grown:.1f} MB"
     )

@@ -1,0 +1,388 @@
+"""Break a real federation on the loopback address and see what is left.
+
+    python tests/tools/deploy_faults.py [same node superlink serverapp strangers rounds ...]
+
+same       the deployed run has the simulator's numbers
+node       kill -9 a node's processes in a round: the round ends at its deadline, the node returns with its state
+superlink  kill -9 the SuperLink in a run: a new run goes on, at most one round is lost
+serverapp  kill -9 the ServerApp in a run: likewise
+strangers  A1: six bad nodes; A2: five control actions through the proxy (needs nginx); A3: a replayed upload
+rounds     seconds per round with almost no work, without and with warm workers
+
+Without names: all. Every process is stopped by its number at the end; the exit code is 0 only if all held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import psutil
+
+import fedspan.flower
+from fedspan import tree
+from fedspan.checkpoint import RunDirectory
+from fedspan.config import assemble, load_config
+from fedspan.errors import FedspanError
+from fedspan.flower import processes
+from fedspan.flower.deployment import LOOPBACK, Deployment, node_command, start_node, watch_run
+from fedspan.flower.experiment import kind_of
+from fedspan.flower.keys import make_keys
+from fedspan.flower.proxy import nginx
+from fedspan.flower.terms import Terms
+from fedspan.settings import Settings
+from fedspan.simulate import Simulation
+
+LOCAL = Path(fedspan.flower.__file__).parent / "local.toml"
+PATIENCE = 900.0  # a busy machine takes long to start anything
+
+
+class Federation:
+    """A server and its nodes in a folder of their own."""
+
+    def __init__(self, folder: Path, nodes: int, warm: bool = True) -> None:
+        self.folder, self.warm = folder, warm
+        self.names = [f"node-{i}" for i in range(nodes)]
+        make_keys(folder, self.names)
+        self.server = Deployment(folder / "server")
+
+    def start(self) -> None:
+        self.server.start(seconds=PATIENCE)
+        self.server.register()
+        for i in range(len(self.names)):
+            self.start_node(i)
+
+    def start_node(self, i: int) -> None:
+        where = f"{LOOPBACK}:{self.server.port}"
+        start_node(self.folder / self.names[i], where, {"partition": i}, warm=self.warm, seconds=PATIENCE)
+
+    def stop(self) -> None:
+        for name in self.names:
+            processes.stop(self.folder / name)
+        self.server.stop()
+
+    def order(self, *overrides: str, deadline: float = 300.0, quorum: float = 0.5) -> tuple[str, int]:
+        config = load_config(LOCAL, [f"partition.clients={len(self.names)}", *overrides]).resolve()
+        kind = kind_of(config)
+        assert kind is not None
+        return config.name, self.server.submit(config, kind, Terms(deadline=deadline, quorum=quorum, wait=120))
+
+    def until_round(self, name: str, t: int) -> dict[str, Any]:
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            body = self.server.status(name)
+            if body is not None and body["round"] >= t:
+                return body
+            time.sleep(0.2)
+        raise FedspanError(f"{name}: round {t} was not reached in {PATIENCE:g} s")
+
+    def wait(self, name: str, number: int) -> dict[str, Any]:
+        return watch_run(self.server, name, number, PATIENCE, lambda _: None)
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(x) for x in (self.server.out(name) / "metrics.jsonl").read_text().splitlines()]
+
+    def state(self, name: str) -> Any:
+        loaded = RunDirectory(self.server.out(name) / "checkpoints", None, read_only=True).load()
+        assert loaded is not None
+        return loaded.server["server"]
+
+
+@contextmanager
+def federation(nodes: int = 3, warm: bool = True) -> Iterator[Federation]:
+    folder = Path(tempfile.mkdtemp(prefix="fedspan-faults-"))
+    made = Federation(folder, nodes, warm)
+    before = {p.pid for p in psutil.process_iter()}
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and _ours(p, folder)]
+        if left:
+            print(f"  LEFT OVER: {[p.pid for p in left]}")
+            globals()["leftovers"] = True
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+leftovers = False
+
+
+def _ours(p: psutil.Process, folder: Path) -> bool:
+    try:
+        return str(folder) in " ".join(p.cmdline()) or p.environ().get("FLWR_HOME", "").startswith(str(folder))
+    except psutil.Error:
+        return False
+
+
+def simulated(*overrides: str, clients: int = 3) -> Any:
+    config = load_config(LOCAL, [f"partition.clients={clients}", *overrides]).resolve()
+    method, task, data = assemble(config)
+    settings = Settings(**{**vars(config.train), "mapping": "loop", "workers": 1, "evaluate_every": 1000})
+    sim = Simulation(method, task, data, rounds=config.rounds, seed=config.seed, settings=settings)
+    sim.run()
+    return sim.record.server
+
+
+def gap(a: Any, b: Any) -> float:
+    x, y = dict(tree.items(a)), dict(tree.items(b))
+    assert x.keys() == y.keys()
+    return max(
+        (float((x[k].double() - y[k].double()).abs().max() / x[k].double().abs().max().clamp_min(1)) for k in x
+         if x[k].numel()), default=0.0
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ scenarios
+
+
+def same() -> bool:
+    """Simulator and deployment agree."""
+    good = True
+    with federation() as f:
+        for name in ("fedavg", "fedrep", "pfl-mf", "factorized-fl-alpha", "fedloru"):
+            more = [f"name={name}", f"method.name={name}", "rounds=2", "train.evaluate_every=2"]
+            more += ["method.rank=2"] if name == "fedloru" else []
+            text = LOCAL.read_text() if name == "pfl-mf" else LOCAL.read_text().replace("rank = 3\n", "")
+            (f.folder / "exp.toml").write_text(text.replace("lr = 0.5", "lr = 0.1"))
+            globals()["LOCAL"] = f.folder / "exp.toml"
+            f.wait(*f.order(*more))
+            expected, found = simulated(*more), f.state(name)
+            equal, difference = tree.digest(expected) == tree.digest(found), gap(expected, found)
+            print(f"  {name}: bits equal {equal}, largest relative difference {difference:.1e}", flush=True)
+            good &= difference <= 1e-6
+    globals()["LOCAL"] = Path(fedspan.flower.__file__).parent / "local.toml"
+    return good
+
+
+def node() -> bool:
+    """Kill -9 a node in a round."""
+    with federation() as f:
+        name, number = f.order("rounds=4", "train.evaluate_every=4", deadline=60.0)
+        f.until_round(name, 1)
+        victim = f.folder / f.names[2]
+        held = sorted(p.name for p in (victim / "state").glob("*/manifest-*.json"))
+        for entry in processes.running(victim):
+            for pid in (*processes._descendants(entry["pid"]), entry["pid"]):
+                if psutil.pid_exists(pid):
+                    os.kill(pid, signal.SIGKILL)
+        f.until_round(name, 2)
+        (victim / processes.PIDS).unlink(missing_ok=True)
+        f.start_node(2)
+        f.wait(name, number)
+        lines = f.lines(name)
+        kept = sorted(p.name for p in (victim / "state").glob("*/manifest-*.json"))
+        answered, longest = [line["answered"] for line in lines], max(line["seconds"] for line in lines)
+        print(f"  answered {answered}, longest round {longest:.0f} s; states before {held}, after {kept}")
+        missed = [line["missing"] for line in lines if line["missing"]]
+        print(f"  missing: {missed}")
+        return len(lines) == 4 and not any(line["skipped"] for line in lines) and len(held) > 0 and longest < 75
+
+
+def _resumed(kill: Callable[[Federation], None]) -> bool:
+    more = ("rounds=4", "train.evaluate_every=4")
+    with federation() as f:
+        name, _ = f.order(*more)
+        before = f.until_round(name, 2)["round"]
+        kill(f)
+        start = time.monotonic()
+        if not f.server.ready():
+            (f.server.folder / processes.PIDS).unlink(missing_ok=True)
+            f.server.start(f.server.port, seconds=PATIENCE)
+        _, number = f.order(*more)
+        done = f.wait(name, number)
+        whole = time.monotonic() - start
+        lines, equal = f.lines(name), tree.digest(simulated(*more)) == tree.digest(f.state(name))
+        log = (f.server.folder / "superlink.log").read_text()
+        again = [line for line in log.splitlines() if "Resuming after round" in line]
+        print(f"  killed after round {before}; {again[-1:]}; rounds {[line['round'] for line in lines]}")
+        print(f"  finished {whole:.0f} s after; bit for bit an undisturbed simulation's state: {equal}")
+        return done["state"] == "finished" and [line["round"] for line in lines] == [1, 2, 3, 4] and equal
+
+
+def superlink() -> bool:
+    """Kill -9 the SuperLink; what it started ends by itself."""
+
+    def kill(f: Federation) -> None:
+        (entry,) = processes.running(f.server.folder)
+        os.kill(entry["pid"], signal.SIGKILL)
+        time.sleep(5)
+
+    return _resumed(kill)
+
+
+def serverapp() -> bool:
+    """Kill -9 the ServerApp."""
+
+    def kill(f: Federation) -> None:
+        os.kill(json.loads((f.server.out("local") / "status.json").read_text())["pid"], signal.SIGKILL)
+        time.sleep(2)
+
+    return _resumed(kill)
+
+
+def strangers() -> bool:
+    """Nodes that must stay out, a control plane that must not be reached, an upload that must count once."""
+    with federation(2) as f:
+        return all([_bad_nodes(f), _control(f)])
+
+
+def _bad_nodes(f: Federation) -> bool:
+    other = f.folder / "other"
+    make_keys(other, ["x", "y"])
+    stranger, where = other / "x", f"{LOOPBACK}:{f.server.port}"
+    right_ca = str(f.server.folder / "ca.crt")
+    base = ["flower-supernode", "--superlink", where, "--host", LOOPBACK, "--max-retries", "1"]
+    own = str(stranger / "key")
+    gone = f.folder / "gone"
+    shutil.copytree(f.folder / f.names[1], gone, ignore=shutil.ignore_patterns("flwr", "*.log", "*.json", "state"))
+    expired = f.folder / "expired"
+    make_keys(expired, ["z"], days=0)
+    cases = {
+        "no key": [*base, "--root-certificates", right_ca],
+        "unregistered key": [*base, "--root-certificates", right_ca, "--auth-supernode-private-key", own],
+        "no TLS": [*base, "--insecure"],
+        "wrong authority": [
+            *base,
+            "--root-certificates",
+            str(stranger / "ca.crt"),
+            "--auth-supernode-private-key",
+            own,
+        ],
+        "expired certificate": None,
+        "unregistered after use": None,
+    }
+    good = True
+    for case, command in cases.items():
+        if case == "expired certificate":
+            good &= _expired(expired)
+            continue
+        if case == "unregistered after use":
+            from flwr.proto.control_pb2 import UnregisterNodeRequest
+
+            processes.stop(f.folder / f.names[1])
+            with f.server._control() as control:
+                control.UnregisterNode(UnregisterNodeRequest(node_id=f.server.register()[f.names[1]]))
+            command = [*node_command(gone, where), "--max-retries", "1"]
+        assert command is not None
+        env = processes.environment(f.folder / "flwr-stranger", FEDSPAN_NODE=str(stranger))
+        command = [*command, "--port", str(processes.free_port())]
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+            said, ended = (done.stdout + done.stderr).strip().splitlines()[-1:], True
+        except subprocess.TimeoutExpired as e:
+            said, ended = [(e.stdout or b"").decode(errors="replace")[-200:]], False
+        with f.server._control() as control:
+            from flwr.proto.control_pb2 import ListNodesRequest
+
+            online = [n for n in control.ListNodes(ListNodesRequest()).nodes_info if n.status == "online"]
+        inside = len(online) > (1 if case == "unregistered after use" else 2)
+        print(f"  A1 {case}: {'INSIDE' if inside else 'refused'}; ended by itself {ended}; {said}", flush=True)
+        good &= not inside
+    return good
+
+
+def _expired(folder: Path) -> bool:
+    """A client does not talk to a server whose certificate has expired."""
+    time.sleep(1)
+    server = Deployment(folder / "server")
+    try:
+        server.start(seconds=30)
+        print("  A1 expired certificate: ACCEPTED")
+        return False
+    except FedspanError:
+        port = server.port
+        context = ssl.create_default_context(cafile=str(folder / "server" / "ca.crt"))
+        try:
+            urllib.request.urlopen(f"https://{LOOPBACK}:{port}/health", timeout=5, context=context)
+            return False
+        except (urllib.error.URLError, OSError) as e:
+            print(f"  A1 expired certificate: refused; {str(e)[:100]}", flush=True)
+            return "expired" in str(e)
+    finally:
+        server.stop()
+
+
+def _control(f: Federation) -> bool:
+    program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        print("  A2: nginx is not installed; not tried")
+        return False
+    outside = processes.free_port()
+    text = nginx(f.server.folder, "localhost", listen=outside, port=f.server.port)
+    text = text.replace(f"listen {outside} ssl", f"listen {LOOPBACK}:{outside} ssl")
+    where = f.folder / "nginx"
+    where.mkdir()
+    whole = f"pid {where}/pid;\nerror_log {where}/error.log;\ndaemon off;\nuser root;\nevents {{}}\n"
+    whole += (
+        f"http {{\naccess_log off;\nclient_body_temp_path {where}/body;\nproxy_temp_path {where}/proxy;\n{text}}}\n"
+    )
+    (where / "nginx.conf").write_text(whole)
+    processes.start(where, "nginx", [program, "-c", str(where / "nginx.conf"), "-p", str(where)], dict(os.environ))
+    context = ssl.create_default_context(cafile=str(f.server.folder / "ca.crt"))
+
+    def asked(port: int, path: str, body: bytes = b"") -> int | str:
+        url = f"https://localhost:{port}{path}"
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/protobuf"})
+        try:
+            with urllib.request.urlopen(request, timeout=20, context=context) as r:
+                return int(r.status)
+        except urllib.error.HTTPError as e:
+            return e.code
+        except OSError as e:
+            return type(e).__name__
+
+    time.sleep(2)
+    good = True
+    try:
+        for action in ("register-node", "start-run", "stop-run", "list-runs", "stream-logs"):
+            inside, got = asked(f.server.port, f"/v1/control/{action}"), asked(outside, f"/v1/control/{action}")
+            print(f"  A2 {action}: {got} through the proxy ({inside} at the SuperLink itself)", flush=True)
+            good &= got == 404 and inside != 404
+        for path in ("/health", "/docs", "/v1/runtime/acquire-task", "/v1/fleet/../control/list-runs"):
+            good &= asked(outside, path) in (400, 404)
+        fleet = asked(outside, "/v1/fleet/pull-messages")
+        long = asked(outside, "/v1/fleet/push-object", bytes(20 << 20))
+        print(f"  A2 the fleet without a key: {fleet}; a request of 20 MB: {long}", flush=True)
+        return bool(good and fleet in (400, 401, 412) and long in (413, "BrokenPipeError", "URLError", "SSLEOFError"))
+    finally:
+        processes.stop(where)
+
+
+def rounds() -> bool:
+    """Seconds per round with almost no work."""
+    for warm in (False, True):
+        with federation(3, warm) as f:
+            f.wait(*f.order("rounds=6", "train.evaluate_every=6", "train.epochs=1"))
+            took = [line["seconds"] for line in f.lines("local")]
+            kind = "with warm workers" if warm else "without"
+            print(f"  {kind}: {', '.join(f'{s:.1f}' for s in took)} s; mean {sum(took) / len(took):.1f}", flush=True)
+    return True
+
+
+SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, rounds)}
+
+if __name__ == "__main__":
+    failed = []
+    for wanted in sys.argv[1:] or SCENARIOS:
+        print(f"{wanted}: {(SCENARIOS[wanted].__doc__ or '').strip()}", flush=True)
+        begun = time.monotonic()
+        held = SCENARIOS[wanted]()
+        print(f"{wanted}: {'held' if held else 'FAILED'} ({time.monotonic() - begun:.0f} s)", flush=True)
+        failed += [] if held else [wanted]
+    sys.exit(bool(failed or leftovers))
