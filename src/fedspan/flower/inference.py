@@ -44,7 +44,7 @@ def predict_npz(folder: Path, path: Path) -> tuple[NDArray[Any], float | None]:
         raise DataError(f"{path.name}: x must have shape {tuple(kind.shape)}. Got {tuple(x.shape[1:])}.")
     method, task = experiment.method, experiment.method.model(experiment.task, _capacity(experiment, about))
     with torch.no_grad():
-        output = torch.cat([method.predict(task, weights, part_x) for part_x in x.split(512)])
+        output = torch.cat([method.predict(task, weights, x[k : k + 512]) for k in range(0, n, 512)])
     found: NDArray[Any] = (output.argmax(1) if kind.classes is not None else output).numpy()
     return found, float((found == y).mean()) if "y" in arrays and kind.classes is not None else None
 
