@@ -114,5 +114,5 @@ def deployed_on(
     grid = FakeGrid(Nodes(nodes), clients)
     roster = Roster(tuple(FIRST_NODE + i for i in range(clients)), tuple(f"n{i}" for i in range(clients)), data.groups)
     kind = Kind(tuple(data.x.shape[1:]), data.classes)
-    chosen = terms or Terms(poll=0.01, wait=0.0, deadline=5.0)
+    chosen = terms or Terms(poll=0.01, wait=0.0, deadline=60.0)
     return Server(experiment, kind, grid, roster, terms=chosen, out=out), grid  # type: ignore[arg-type]

@@ -276,7 +276,7 @@ def watch_run(deployment: Deployment, name: str, number: int, seconds: float, te
         if state.startswith("finished"):
             body = deployment.status(name)
             if state != "finished:completed" or body is None or body["state"] != "finished":
-                log = deployment.folder / "superlink.log"
+                log = deployment.out(name) / "server.log"
                 raise FedspanError(f"Deploy: the run ended as {state}. Order it again to go on. See {log}.")
             return body
         if time.monotonic() > end:

@@ -329,7 +329,9 @@ class Server:
             if i not in missing:
                 ask(i, deployed["nodes"][str(i)]["heard"])
         again: set[int] = set()
-        while pending and len(got) < enough and time.monotonic() < end:
+        over = False
+        while pending and len(got) < enough and not over:
+            over = time.monotonic() >= end  # then one last look: what has come in time counts
             for i in list(pending):
                 reply = self._pull(pending[i])
                 if reply is None:
@@ -358,7 +360,7 @@ class Server:
                             sizes[f"up/{name}"] += n
                 except Refused as e:
                     refused[i] = str(e)
-            if pending and len(got) < enough:
+            if pending and len(got) < enough and not over:
                 time.sleep(self.terms.poll)
         late = "not needed any more" if len(got) >= enough else "no answer before the deadline"
         missing |= dict.fromkeys(pending, late)

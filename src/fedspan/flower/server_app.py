@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from flwr.app import Context
@@ -26,6 +27,11 @@ def main(grid: Grid, context: Context) -> None:
         raise ConfigError(f"Server: {FOLDER} must name the folder. Start the SuperLink with fedspan deploy server.")
     deployment = Deployment(Path(os.environ[FOLDER]))
     order = deployment.order(str(context.run_config["name"]))
+
+    def tell(text: str) -> None:
+        with open(order.out / "server.log", "a") as log:  # what a ServerApp prints goes to nobody
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
     server = Server(
         read_experiment(order.experiment, order.kind),
         order.kind,
@@ -34,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
         terms=order.terms,
         out=order.out,
         fresh=order.fresh and not (order.out / "started").exists(),
-        log=lambda text: print(text, flush=True),
+        log=tell,
     )
     (order.out / "started").touch()  # a restart of the same order goes on where it was
     server.run()
