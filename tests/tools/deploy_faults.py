@@ -6,7 +6,7 @@ same       the deployed run has the simulator's numbers
 node       kill -9 a node's processes in a round: the round ends at its deadline, the node returns with its state
 superlink  kill -9 the SuperLink in a run: a new run goes on, at most one round is lost
 serverapp  kill -9 the ServerApp in a run: likewise
-strangers  A1: six bad nodes; A2: five control actions through the proxy (needs nginx); A3: a replayed upload
+strangers  A1: six bad nodes; A2: five control actions through the proxy (needs nginx)
 rounds     seconds per round with almost no work, without and with warm workers
 
 Without names: all. Every process is stopped by its number at the end; the exit code is 0 only if all held.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -49,16 +50,10 @@ from fedspan.settings import Settings
 from fedspan.simulate import Simulation
 
 LOCAL = Path(fedspan.flower.__file__).parent / "local.toml"
-# What a SuperNode prints when it is turned away; without one of these it may only have been slow.
-REFUSALS = (
-    "401",
-    "412",
-    "CERTIFICATE_VERIFY",
-    "certificate verify",
-    "disconnected",
-    "Connection attempt failed",
-    "exit",
-)
+# What is printed when a node is turned away, by itself (TLS) or by the SuperLink (authentication); without such a sign
+# it may only have been slow.
+OWN_SIGNS = ("CERTIFICATE_VERIFY", "Connection attempt failed")
+SIGNS = re.compile(r'POST /v1/fleet/[a-z-]+ HTTP/1.1" 4\d\d')
 PATIENCE = 900.0  # a busy machine takes long to start anything
 
 
@@ -248,7 +243,7 @@ def serverapp() -> bool:
 
 
 def strangers() -> bool:
-    """Nodes that must stay out, a control plane that must not be reached, an upload that must count once."""
+    """Nodes that must stay out, and a control plane that must not be reached."""
     with federation(2) as f:
         return all([_bad_nodes(f), _control(f)])
 
@@ -293,22 +288,27 @@ def _bad_nodes(f: Federation) -> bool:
         assert command is not None
         env = processes.environment(f.folder / "flwr-stranger", FEDSPAN_NODE=str(stranger))
         command = [*command, "--port", str(processes.free_port())]
+        server_log = f.server.folder / "superlink.log"
+        seen = len(server_log.read_text())
         with open(f.folder / "stranger.log", "w+") as log:
             stranger_process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
             end = time.monotonic() + 90
             said: list[str] = []
-            while not said and time.monotonic() < end:
-                time.sleep(0.5)
-                log.seek(0)
-                said = [line.strip() for line in log.read().splitlines() if any(sign in line for sign in REFUSALS)]
-            stranger_process.kill()
-            stranger_process.wait()
+            try:
+                while not said and time.monotonic() < end:
+                    time.sleep(0.5)
+                    log.seek(0)
+                    said = [line.strip() for line in log if any(sign in line for sign in OWN_SIGNS)]
+                    said = SIGNS.findall(server_log.read_text()[seen:]) or said
+            finally:
+                stranger_process.kill()
+                stranger_process.wait()
         with f.server._control() as control:
             from flwr.proto.control_pb2 import ListNodesRequest
 
             online = [n for n in control.ListNodes(ListNodesRequest()).nodes_info if n.status == "online"]
         inside = len(online) > (1 if case == "unregistered after use" else 2)
-        print(f"  A1 {case}: {'INSIDE' if inside else 'refused'}; it was told: {said[:1]}", flush=True)
+        print(f"  A1 {case}: {'INSIDE' if inside else 'refused'}; sign: {said[:1]}", flush=True)
         good &= not inside and bool(said)
     return good
 
