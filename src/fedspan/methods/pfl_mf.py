@@ -39,7 +39,6 @@ class PflMf(Cosine):
     reference: ClassVar[str] = "Dadras, Stich and Yurtsever, TMLR 2025"
 
     rank: int | Literal["auto"] = 10
-    lr: float = 0.5
     factorise: Literal["head", "all"] | tuple[str, ...] = "head"
     v_method: Literal["solve", "precondition", "gradient"] = "solve"
     v_steps: int = 50
