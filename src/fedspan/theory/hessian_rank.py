@@ -170,6 +170,9 @@ def _draw(plan: Plan, found: list[Curves], names: dict[str, str]) -> Figure:
             if len(found) > 1:
                 low, high = y.min(0), y.max(0)
                 a.fill_between(plan.checkpoints, low, high, color=colour, alpha=0.13, linewidth=0)
-        a.set_yscale("log")
-    axes[0].legend(frameon=False, fontsize=8, title="samples (band: all seeds)", title_fontsize=8)
+    axes[1].set_yscale("log")
+    for which in (axes[1].yaxis.set_major_formatter, axes[1].yaxis.set_minor_formatter):
+        which(lambda v, _: f"{v:g}" if f"{v:e}".startswith("1.0") else "")
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(frameon=False, fontsize=8, title="samples (band: all seeds)", title_fontsize=8, loc="lower left")
     return figure
