@@ -295,11 +295,12 @@ def test_listing_and_wrong_names() -> None:
 
 def test_rows_that_are_tuned_alike_share_their_validation_runs() -> None:
     e = load_experiment("table2-permuted-mnist")
-    plain, refreshed, found = (e.select([s]).rows[0] for s in ("pfl-mf-r5-default", "*refreshed", "*rank-found*"))
-    folders = [{job.folder for job in candidates(e, row)} for row in (plain, refreshed, found)]
-    assert folders[0] == folders[1] and not folders[0] & folders[2]
-    assert len(folders[0]) == 5
-    assert {job.config.method["rank"] for job in candidates(e, plain)} == {10}
-    tests = [finals(e, row, 0.5, {}, 1)[0] for row in (plain, refreshed, found)]
-    assert [t.config.method["rank"] for t in tests] == [5, 10, "auto"]
-    assert len({t.folder for t in tests}) == 3
+    names = ("pfl-mf-r5-paper-form", "pfl-mf-r15-paper-form", "pfl-mf-r15-default", "pfl-mf-rank-found-default")
+    few, many, plain, found = (e.select([s]).rows[0] for s in names)
+    folders = [{job.folder for job in candidates(e, row)} for row in (few, many, plain, found)]
+    assert folders[0] == folders[1] and len(folders[0]) == 14
+    assert {job.config.method["rank"] for job in candidates(e, few)} == {10}
+    assert len(folders[2]) == 5 and not folders[2] & folders[3]
+    tests = [finals(e, row, 0.5, {}, 1)[0] for row in (few, many, plain, found)]
+    assert [t.config.method["rank"] for t in tests] == [5, 15, 15, "auto"]
+    assert len({t.folder for t in tests}) == 4

@@ -426,7 +426,7 @@ class Simulation:
     def _labels(self) -> list[list[int]] | None:
         """Who holds how many of which class, unless there are none, or too many to be looked at."""
         classes = self.data.classes
-        if classes is None or self.data.clients * classes > LABEL_CELLS:
+        if classes is None or self.task.kind == "language" or self.data.clients * classes > LABEL_CELLS:
             return None
         counts: list[list[int]] = label_counts(self.data).tolist()
         return counts

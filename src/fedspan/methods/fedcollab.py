@@ -229,4 +229,4 @@ def _pair(i: int, j: int, n: int) -> int:
 
 def _pairs(i: int, n: int) -> Tensor:
     """The numbers of all pairs of client i, in the order of the others."""
-    return torch.tensor([_pair(min(i, j), max(i, j), n) for j in range(n) if j != i])
+    return torch.tensor([_pair(min(i, j), max(i, j), n) for j in range(n) if j != i], dtype=torch.int64)
