@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -152,3 +153,9 @@ def plain_model(sim: Simulation, client: int = 0) -> Params:
 def plain_models(sim: Simulation) -> Tree:
     """Every client's model as that of the plain network."""
     return {str(i): plain_model(sim, i) for i in range(sim.data.clients)}
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests, thousands of them, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()

@@ -266,9 +266,8 @@ def test_vmap_chunks_loop_and_two_workers_agree(name: str, fields: dict[str, Any
     rounds = 3 if kind == "mlp" and name in LATE else 2
     runs = {m: run(method, kind, mapping=m, workers=1, chunk=2, rounds=rounds) for m in ("loop", "vmap")}
     loop, others = runs["loop"], [runs["vmap"]]
-    if kind == "mlp":
-        if k in FIRST:
-            others.append(run(method, mapping="vmap", workers=1, chunk=100, rounds=rounds))
+    if kind == "mlp" and k in FIRST:
+        others.append(run(method, mapping="vmap", workers=1, chunk=100, rounds=rounds))
         again = ("vmap", "loop")[k % 2]
         two = run(method, mapping=again, workers=2, chunk=2, rounds=rounds)
         assert two.record.digest() == runs[again].record.digest()
@@ -305,7 +304,7 @@ def test_client_update_is_pure(name: str, fields: dict[str, Any], kind: str) -> 
     assert_same((first.rows, first.sent), (second.rows, second.sent))
 
 
-@ROWS
+@FIRST_ROWS
 def test_order_of_clients_does_not_matter_and_weights_are_those_declared(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
     p, q, r, s = [0, 2, 3, 5] if len(alike(method)) == 7 else alike(method)[:4]
@@ -320,7 +319,7 @@ def test_order_of_clients_does_not_matter_and_weights_are_those_declared(name: s
         assert a.sent.weight.tolist() == (n if method.weight == "samples" else [1.0] * 4)
 
 
-@ROWS
+@FIRST_ROWS
 def test_bystanders_keep_their_state_bit_for_bit(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
     sim = run(method, rounds=1, participation=0.3)
@@ -381,7 +380,7 @@ def test_state_survives_save_and_load(name: str, fields: dict[str, Any], tmp_pat
     assert [line["round"] for line in again.record.lines] == list(range(1, rounds + 1))
 
 
-@ROWS
+@FIRST_ROWS
 def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> None:
     if name in TRUNCATING:
         pytest.skip("what is sent is an approximation")
@@ -408,7 +407,7 @@ def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> N
         assert_close(a, b)
 
 
-@ROWS
+@FIRST_ROWS
 def test_training_lowers_the_loss(name: str, fields: dict[str, Any]) -> None:
     method = make(name, **fields)
     untuned = make(name, **fields | UNTUNED.get(name, {}))

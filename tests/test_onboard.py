@@ -27,7 +27,7 @@ EXPERIMENT: dict[str, Any] = {
     "data": {"source": "digits"},
     "partition": {"kind": "permuted-groups", "clients": 20, "groups": 4},
     "model": {"hidden": [32]},
-    "method": {"name": "pfl-mf", "rank": 4},
+    "method": {"name": "pfl-mf", "rank": 4, "lr": 0.5},
     "train": {"evaluate_every": 5, "workers": 1},
 }
 Held = tuple[FederatedData, list[Client], Any]
@@ -55,7 +55,7 @@ def trained(name: str, federation: Held, rounds: int = 10, **fields: Any) -> Res
 
 @pytest.fixture(scope="module")
 def finished(federation: Held) -> Result:
-    return trained("pfl-mf", federation, rounds=30, rank=4)
+    return trained("pfl-mf", federation, rounds=30, rank=4, lr=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = [f"rounds = {EXPERIMENT['rounds']}"]
     for section in ("data", "partition", "model", "train"):
         text += [f"[{section}]", *(f"{k} = {json.dumps(v)}" for k, v in EXPERIMENT[section].items())]
-    text += ["[methods.pfl-mf]", "rank = 4", "[methods.fedavg]", "[methods.oracle]"]
+    text += ["[methods.pfl-mf]", "rank = 4", "lr = 0.5", "[methods.fedavg]", "[methods.oracle]"]
     (where / "exp.toml").write_text("\n".join(text))
     call("compare", str(where / "exp.toml"), "--out", str(where / "all"), "-q")
     return where / "all"
