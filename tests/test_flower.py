@@ -22,6 +22,7 @@ from fedspan import tree, wire
 from fedspan.errors import CheckpointError, ConfigError, Refused
 from fedspan.flower import worker
 from fedspan.flower.envelope import seal, unseal
+from fedspan.flower.experiment import read_config
 from fedspan.flower.gate import Declared, admit, too_large
 from fedspan.flower.keys import make_keys
 from fedspan.flower.proxy import nginx
@@ -333,6 +334,20 @@ def test_deploy_refuses_in_one_sentence(tmp_path: Path) -> None:
     assert "exactly one of" in failing("deploy", "node", str(tmp_path), "--server", "localhost:1")
     assert "no personal model" in failing("deploy", "export", str(tmp_path), str(tmp_path / "x.safetensors"))
     assert "unknown key" in failing("deploy", "local", "train.epoch=1")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("[train]\ndrop_rate = 0.5", "train.drop_rate is for simulations. Got 0.5; leave it out"),
+        ('[train]\non_divergence = "halve"', "train.on_divergence is for simulations"),
+        ("[devices]\nmemory_mb = [10.0]", "devices with limits are for simulations"),
+        ('[data]\nsource = "a.json"\n[model]\nkind = "causal-lm"', "language models can be simulated only"),
+    ],
+)
+def test_what_only_a_simulation_has_is_refused(section: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"Deploy: {message}"):
+        read_config(section)
 
 
 def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path) -> None:

@@ -292,8 +292,9 @@ def export(
 
 def _config(exp: Path, overrides: Sequence[str]) -> RunConfig:
     from fedspan.config import load_config
+    from fedspan.flower.experiment import deployable
 
-    return load_config(exp, overrides).resolve()
+    return deployable(load_config(exp, overrides).resolve())
 
 
 def _kind(config: RunConfig, data: Any, shape: str | None = None) -> Kind:

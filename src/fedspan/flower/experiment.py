@@ -84,6 +84,22 @@ def first_capacity(federation: Federation) -> Capacity:
 def read_experiment(text: str, data: FederatedData | Kind) -> Experiment:
     """The experiment of a TOML text, on data like these."""
     config = read_config(text)
+    given = data if isinstance(data, FederatedData) else stand_in(data, 1, config.seed)
+    method, task, _ = assemble(config, given)
+    return Experiment(method, task, config.seed, config.train, config.rounds, config.name, config.recorded(), text)
+
+
+def read_config(text: str) -> RunConfig:
+    """A complete configuration from its text, of what a deployment can do."""
+    return deployable(from_dict(parse_toml(text.encode(), "the experiment")).resolve())
+
+
+def deployable(config: RunConfig) -> RunConfig:
+    """The configuration as it is.
+
+    Raises:
+        ConfigError: if it asks for what only a simulation has.
+    """
     if is_language(config.model.kind):
         raise ConfigError(f"Deploy: language models can be simulated only. Got model.kind '{config.model.kind}'.")
     if config.devices.limited:
@@ -91,14 +107,12 @@ def read_experiment(text: str, data: FederatedData | Kind) -> Experiment:
             "Deploy: devices with limits are for simulations, as a server does not know its nodes' data. Take the"
             " ratios that `fedspan capacity` shows into the method's own field."
         )
-    given = data if isinstance(data, FederatedData) else stand_in(data, 1, config.seed)
-    method, task, _ = assemble(config, given)
-    return Experiment(method, task, config.seed, config.train, config.rounds, config.name, config.recorded(), text)
-
-
-def read_config(text: str) -> RunConfig:
-    """A complete configuration from its text."""
-    return from_dict(parse_toml(text.encode(), "the experiment")).resolve()
+    usual = Settings()
+    for name in ("evaluate_clients", "evaluate_after", "drop_rate", "on_divergence"):
+        got = getattr(config.train, name)
+        if got != getattr(usual, name):
+            raise ConfigError(f"Deploy: train.{name} is for simulations. Got {got!r}; leave it out.")
+    return config
 
 
 def kind_of(config: RunConfig) -> Kind | None:

@@ -154,12 +154,24 @@ def clients_plot(groups: Sequence[Group], rows: Sequence[Row]) -> Plot | None:
     if not data:
         return None
     said = "; ".join(f"{r.label} worst tenth {measure.phrase(r.worst)}" for r in rows)
-    return Plot(
+    return _boxes(
         "clients",
         "Every client",
         "One dot per client and seed at the end of the run; the box holds the middle half, dashed is the mean."
         + (f" Of more than {_DOTS}, evenly spaced ranks are drawn." if many else ""),
         f"{said}.",
+        data,
+        measure,
+    )
+
+
+def _boxes(place: str, title: str, caption: str, label: str, data: list[dict[str, Any]], measure: Measure) -> Plot:
+    """Lines of dots and boxes below one another."""
+    return Plot(
+        place,
+        title,
+        caption,
+        label,
         data,
         {
             "xaxis": _axis(f"{measure.title} of each client", grid=True),
@@ -313,19 +325,13 @@ def capacities_plot(groups: Sequence[Group], measure: Measure) -> Plot | None:
             said.append(f"{name}: {measure.phrase(float(np.mean([c.value for c in those])))} on average")
     if not data:
         return None
-    return Plot(
+    return _boxes(
         "capacities",
         "By capacity",
         "Clients that can afford less use a smaller rank; one row per method and capacity.",
         f"{'; '.join(said)}.",
         data,
-        {
-            "xaxis": _axis(f"{measure.title} of each client", grid=True),
-            "yaxis": _names([d["name"] for d in data]),
-            "margin": {"l": 8, "r": 16, "t": 16, "b": 44},
-            "hovermode": "closest",
-        },
-        height=70 + 44 * max(4, len(data)),
+        measure,
     )
 
 
