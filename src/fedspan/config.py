@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from fedspan.capacity import Devices, assign
 from fedspan.config_sections import DataConfig, ModelConfig, PartitionConfig, known_shape
 from fedspan.config_types import build_dataclass
@@ -266,7 +264,7 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     method = config.only(config.method["name"])
     data = assemble_data(config) if data is None else data
     shape, outputs = tuple(data.x.shape[1:]), data.classes or 1
-    dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
+    dtype = config.train.torch_dtype
     kind: Literal["classification", "regression", "language"]
     if is_language(config.model.kind):
         kind = "language"

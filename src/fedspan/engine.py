@@ -14,7 +14,7 @@ from fedspan import tree, wire
 from fedspan.batches import Amount, Batches, Index, draw, pad, rows_of
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
-from fedspan.method import Capacity, Method, Sent, Visit
+from fedspan.method import Capacity, Method, Sent, Visit, Who, model_at
 from fedspan.randomness import key
 from fedspan.task import Task
 from fedspan.tree import Tree
@@ -59,11 +59,13 @@ class Engine:
     def model(self, capacity: Capacity) -> Task:
         """The task as the method trains it at one capacity, built once."""
         if capacity not in self._models:
-            if self.task.kinds:
-                self._models[capacity] = self.method.model(self.task.kinds[str(capacity)], None)
-            else:
-                self._models[capacity] = self.method.model(self.task, capacity)
+            self._models[capacity] = model_at(self.method, self.task, capacity)
         return self._models[capacity]
+
+    def begin(self, capacity: Capacity, client: int) -> Tree:
+        """A client's private state before its first round."""
+        who = Who(client, capacity, key(self.seed, "client", client), self.seed)
+        return self.method.init_client(self.model(capacity), who)
 
     def update(
         self,

@@ -66,6 +66,15 @@ def best(lines: Sequence[Mapping[str, Any]], measure: str = "accuracy") -> float
     return max((v for _, v in curve(lines, measure)), default=None)
 
 
+def protocols(found: Mapping[str, Mapping[str, float]], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The last evaluation's accuracy, with what other protocols would report beside it."""
+    accuracy = found.get("accuracy", {})
+    others = {"last5": last(lines), "best": best(lines)} if accuracy else {}
+    if "accuracy_after" in found:
+        others |= {"after": found["accuracy_after"]["mean"], "best_after": best(lines, "accuracy_after")}
+    return {**accuracy, **{k: v for k, v in others.items() if v is not None}}
+
+
 def to_target(
     lines: Sequence[Mapping[str, Any]], target: float, measure: str = "accuracy", higher: bool = True
 ) -> dict[str, Any] | None:

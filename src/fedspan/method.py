@@ -249,6 +249,11 @@ def capacity_in(method: Method, task: Task, client: int) -> Capacity:
     return method.capacity_of(client) if kind is None else kind
 
 
+def model_at(method: Method, task: Task, capacity: Capacity) -> Task:
+    """The task as the method trains it on clients of one capacity."""
+    return method.model(task.kinds[str(capacity)], None) if task.kinds else method.model(task, capacity)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training(Method):
     """A method whose clients train by gradient steps: step size, momentum, weight decay, optimiser."""

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from fedspan import tree
 from fedspan.checkpoint import Loaded, RunDirectory
 from fedspan.data.federated import FederatedData
 from fedspan.engine import Engine
-from fedspan.method import Capacity, Federation, Who
+from fedspan.method import Capacity, Federation
 from fedspan.methods import name_of
-from fedspan.randomness import key
 from fedspan.settings import Settings
 from fedspan.store import ClientStore
 from fedspan.tree import Tree
@@ -38,6 +38,12 @@ class Progress:
     last_norm: float = 0.0
     notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
     deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
+
+    def by_name(self) -> dict[str, dict[str, int]]:
+        """Bytes of every name, up and down."""
+        return {
+            d: {k.split("/", 1)[1]: v for k, v in sorted(self.names.items()) if k.startswith(d)} for d in ("up", "down")
+        }
 
 
 class Record:
@@ -152,13 +158,8 @@ class Record:
 
     def _store(self, engine: Engine, capacity: Capacity) -> ClientStore:
         members = [i for i, c in enumerate(self.federation.capacities) if c == capacity]
-        task = engine.model(capacity)
-
-        def begin(i: int) -> Tree:
-            return engine.method.init_client(task, Who(i, capacity, key(engine.seed, "client", i), engine.seed))
-
         directory = None if self.directory is None or self.read_only else self.directory.path
-        return ClientStore(begin, members, self.settings.memory_mb << 20, directory)
+        return ClientStore(partial(engine.begin, capacity), members, self.settings.memory_mb << 20, directory)
 
     def _cut_metrics(self, length: int) -> list[dict[str, Any]]:
         """The metrics of the rounds that are in the checkpoint; later lines belong to rounds that will be repeated."""

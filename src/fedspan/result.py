@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fedspan.errors import FedspanError
+from fedspan.whole import write_whole
 
 if TYPE_CHECKING:
     from fedspan.simulate import Simulation
@@ -60,9 +60,7 @@ class Result:
 
     def write(self, directory: Path) -> None:
         """Write `result.json`, all or nothing."""
-        temporary = directory / "result.json.tmp"
-        temporary.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
-        os.replace(temporary, directory / "result.json")
+        write_whole(directory / "result.json", json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
         if not self.accuracy:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import typing
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fedspan.errors import ConfigError
 from fedspan.randomness import generator
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,13 @@ class Settings:
         check("drop_rate", 0.0 <= self.drop_rate <= 1.0, "a number in [0, 1]")
         check("evaluate_after", isinstance(self.evaluate_after, bool), "true or false")
         check("checkpoint_seconds", 0.0 <= self.checkpoint_seconds < math.inf, "a number >= 0")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What numbers are computed in."""
+        import torch  # here, so that who only checks settings need not load it
+
+        return torch.float64 if self.dtype == "float64" else torch.float32
 
     def deciding(self) -> dict[str, Any]:
         """The settings that can change the numbers."""

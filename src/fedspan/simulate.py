@@ -78,7 +78,7 @@ class Simulation:
                 raise ConfigError(f"Simulation: {name} must be an integer >= 0. Got {value!r}.")
         s = self.settings = settings or Settings()
         self.method, self.task, self.rounds, self.seed, self.out = method, task, rounds, seed, out
-        self.dtype = torch.float64 if s.dtype == "float64" else torch.float32
+        self.dtype = s.torch_dtype
         self.data = data.to(self.dtype)
         check(method, task, self.data, s)
         size = None if s.batch_size == "full" else s.batch_size
@@ -395,17 +395,14 @@ class Simulation:
         assert self._last is not None
         clients, found, _ = self._last
         p = self.record.progress
-        names = {
-            d: {k.split("/", 1)[1]: v for k, v in sorted(p.names.items()) if k.startswith(d)} for d in ("up", "down")
-        }
         result = Result(
             method=name_of(self.method),
             seed=self.seed,
             rounds=p.round,
-            accuracy=self._protocols(found),
+            accuracy=evaluate.protocols(found, self.record.lines),
             measures=found,
             per_client=clients,
-            bytes={**{k: p.totals[k] for k in ("up", "down", "announce", "evaluate", "meta")}, "names": names},
+            bytes={**{k: p.totals[k] for k in ("up", "down", "announce", "evaluate", "meta")}, "names": p.by_name()},
             seconds=dict(p.seconds),
             config=self.config,
             versions=versions(),
@@ -431,14 +428,6 @@ class Simulation:
         counts: list[list[int]] = label_counts(self.data).tolist()
         return counts
 
-    def _protocols(self, found: dict[str, dict[str, float]]) -> dict[str, float]:
-        """The last evaluation, with what other protocols would report beside it."""
-        lines, accuracy = self.record.lines, found.get("accuracy", {})
-        others = {"last5": evaluate.last(lines), "best": evaluate.best(lines)} if accuracy else {}
-        if "accuracy_after" in found:
-            others |= {"after": found["accuracy_after"]["mean"], "best_after": evaluate.best(lines, "accuracy_after")}
-        return {**accuracy, **{k: v for k, v in others.items() if v is not None}}
-
 
 def simulate(
     method: Method,
@@ -463,7 +452,7 @@ def simulate(
     data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)
     chosen = build_dataclass(Settings, settings, "simulate")
     if not isinstance(model, Task):
-        dtype = torch.float64 if chosen.dtype == "float64" else torch.float32
+        dtype = chosen.torch_dtype
         kind = "regression" if data.classes is None else "classification"
         model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)  # type: ignore[arg-type]
     path = None if out is None else Path(out)

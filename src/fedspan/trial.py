@@ -10,8 +10,7 @@ import torch
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.engine import Answer, Engine
-from fedspan.method import Federation, Method, Who, capacity_in
-from fedspan.randomness import key
+from fedspan.method import Federation, Method, capacity_in
 from fedspan.task import Task
 from fedspan.tree import Tree
 
@@ -41,9 +40,9 @@ def try_round(
     capacities = tuple(capacity_in(method, task, i) for i in range(data.clients))
     capacity = capacities[client]
     federation = Federation(data.clients, 0, capacities, data.groups)
-    first, own = engine.model(sorted(set(capacities), key=str)[0]), engine.model(capacity)
+    first = engine.model(sorted(set(capacities), key=str)[0])
     server, common = method.init_server(first, federation), method.common(first, federation)
-    rows = tree.stack([method.init_client(own, Who(client, capacity, key(0, "client", client), 0))])
+    rows = tree.stack([engine.begin(capacity, client)])
     down = method.download(server, torch.tensor([client]), capacity, round)
     with ExitStack() as stack:
         for context in within:

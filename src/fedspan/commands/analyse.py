@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.commands.console import note, say, show, table, user_path
+from fedspan.commands.console import Picture, note, say, show, table, user_path
 from fedspan.commands.onboard import RunPath
 from fedspan.commands.running import open_run
 from fedspan.errors import ConfigError
+from fedspan.whole import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,21 +28,13 @@ if TYPE_CHECKING:
 _CLIENTS = 40  # lines of a table
 
 
-class Format(StrEnum):
-    """What figures can be written as."""
-
-    png = "png"
-    svg = "svg"
-    pdf = "pdf"
-
-
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for subspace.json and figures; default RUN-subspace.")]
 MatchOut = Annotated[
     Path | None, typer.Option("--out", help="Folder for matching.json, figures; default RUN-matching.")
 ]
 Clusters = Annotated[int | None, typer.Option("--clusters", help="k of k-means; default: the true groups.", min=1)]
 Refresh = Annotated[bool, typer.Option("--refresh", help="First let every client solve for its v again.")]
-Kinds = Annotated[list[Format] | None, typer.Option("--format", help="png (default), svg, pdf; may be repeated.")]
+Kinds = Annotated[list[Picture] | None, typer.Option("--format", help="png (default), svg, pdf; may be repeated.")]
 
 Source = Annotated[str, typer.Option("--source", help="Where samples come from, see `fedspan data`.")]
 Root = Annotated[str | None, typer.Option("--root", help="Where data sets lie; default $FEDSPAN_DATA.")]
@@ -162,7 +153,7 @@ def update_rank(run: RunPath, out: UpdateOut = None, kinds: Kinds = None) -> Non
     _conclude(look.run(open_run(run, "analyse")[1]), where, "update_rank", kinds)
 
 
-def _conclude(outcome: Outcome, where: Path, name: str, kinds: list[Format] | None) -> None:
+def _conclude(outcome: Outcome, where: Path, name: str, kinds: list[Picture] | None) -> None:
     """The table and the sentence of a check, its numbers and its figure."""
     show(table(outcome.titles, outcome.rows, right=range(1, len(outcome.titles))))
     say(outcome.says)
@@ -189,11 +180,11 @@ def _beside(run: Path, out: Path | None, what: str) -> Path:
     return user_path(out or base.with_name(f"{base.name}-{what}"), "--out")
 
 
-def _draw(figures: Mapping[str, Callable[[], Figure]], where: Path, kinds: list[Format] | None) -> None:
+def _draw(figures: Mapping[str, Callable[[], Figure]], where: Path, kinds: list[Picture] | None) -> None:
     from fedspan.report.canvas import save
 
     for name, draw in figures.items():
-        for kind in dict.fromkeys(kinds or [Format.png]):
+        for kind in dict.fromkeys(kinds or [Picture.png]):
             save(draw, where / f"{name}.{kind.value}")
 
 
@@ -265,6 +256,4 @@ def facts(of: Coordinates, found: Structure, over: dict[str, list[float]], names
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(values, indent=1, allow_nan=False) + "\n")

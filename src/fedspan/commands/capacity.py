@@ -12,8 +12,6 @@ def capacity(exp: Experiment, overrides: Overrides = None) -> None:
     """Show what a round costs each client, and the rank chosen for its device ([devices] of the experiment)."""
     from dataclasses import replace
 
-    import torch
-
     from fedspan.capacity import Devices, assign
     from fedspan.config import assemble, load_config
     from fedspan.method import capacity_in
@@ -21,7 +19,7 @@ def capacity(exp: Experiment, overrides: Overrides = None) -> None:
     config = load_config(exp, overrides or []).resolve()
     devices = config.devices
     method, task, data = assemble(replace(config, devices=Devices()))
-    dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
+    dtype = config.train.torch_dtype
     method, choices = assign(method, task, data.to(dtype), devices, config.train)
     rows: list[tuple[Any, ...]] = []
     for c in choices:

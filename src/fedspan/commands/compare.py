@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.commands.console import child, directory, note, say, show, table, user_path
+from fedspan.commands.console import Picture, child, directory, note, say, show, table, user_path
+from fedspan.commands.report import finished_runs
 from fedspan.commands.run import Fresh, Out, Quiet, say_dropped
 from fedspan.errors import ConfigError
 
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 
     from fedspan.config import RunConfig
     from fedspan.report.runs import Run
-
-
-class Picture(StrEnum):
-    """What figures can be written as."""
-
-    png = "png"
-    pdf = "pdf"
-    svg = "svg"
 
 
 What = Annotated[
@@ -104,10 +96,7 @@ def compare_runs(
     from fedspan.report import paired
     from fedspan.report.tables import usual_target
 
-    waiting: list[Path] = []
-    runs = report.load_runs(paths, waiting)
-    for path in waiting:
-        note(f"{path} has not finished; left out.")
+    runs = finished_runs(paths)
     if target is None:
         target = usual_target(report.summary_rows(runs))
     rows = report.summary_rows(runs, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from fedspan.errors import ConfigError, inside, safe_name
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Picture(StrEnum):
+    """What figures can be written as."""
+
+    png = "png"
+    pdf = "pdf"
+    svg = "svg"
 
 
 def say(text: str, style: str = "") -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,11 +37,8 @@ Kind = Annotated[
 
 def export(run: Run, file: File, client: Client, kind: Kind = Format.safetensors) -> None:
     """Write the weights one client predicts with, read from a run's newest checkpoint."""
-    from safetensors.torch import save_file
-
-    from fedspan import tree
     from fedspan.commands.running import open_run
-    from fedspan.layers import plain_weights, structured
+    from fedspan.personal_file import as_described, write_personal
 
     user_path(file, "export: the file")
     if kind is not Format.safetensors:
@@ -57,29 +52,19 @@ def export(run: Run, file: File, client: Client, kind: Kind = Format.safetensors
     data = simulation.data
     number = _number(client, data.names)
     trained, weights = simulation.personal(number)
-    known = trained.init().keys()
-    if trained.whole(weights) and structured(trained.module):  # as the plain network that [model] describes
-        weights, known = plain_weights(trained.module, weights), simulation.task.init().keys()
-    flat = {k: t.detach().contiguous().clone() for k, t in tree.flatten(weights).items()}
+    weights, known = as_described(trained, simulation.task, weights)
     done = simulation.record.progress.round
-    about = {
-        "format": "fedspan personal model",
-        "method": config.method["name"],
-        "experiment": config.name,
-        "client": str(number),
-        "client_name": data.names[number],
-        "round": str(done),
-        "seed": str(config.seed),
-        "model": json.dumps(config.to_dict()["model"]),
-        "input_shape": json.dumps(list(data.x.shape[1:])),
-        "classes": json.dumps(data.classes),
-        "names": json.dumps(list(flat)),
-        "plain": json.dumps(sorted(flat) == sorted(known)),
-    }
-    temporary = file.with_name(file.name + ".tmp")
-    save_file(flat, temporary, metadata=about)
-    os.replace(temporary, file)
-    total = sum(t.numel() for t in flat.values())
+    total = write_personal(
+        file,
+        config,
+        weights,
+        known,
+        client=str(number),
+        name=data.names[number],
+        round=done,
+        shape=data.x.shape[1:],
+        classes=data.classes,
+    )
     say(f"{file}: client {data.names[number]} after round {done}, {total:,} numbers, {size(file.stat().st_size)}.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,25 +131,17 @@ def _check_out(out: Path) -> None:
 
 def _export(new: Onboarded, out: Path, config: RunConfig, simulation: Simulation) -> None:
     """The same layout as `fedspan export` writes."""
-    from safetensors.torch import save_file
+    from fedspan.personal_file import write_personal
 
-    from fedspan import tree
-
-    flat = {k: t.detach().contiguous().clone() for k, t in tree.flatten(new.weights).items()}
-    about = {
-        "format": "fedspan personal model",
-        "method": config.method["name"],
-        "experiment": config.name,
-        "client": "new",
-        "client_name": new.name,
-        "round": str(new.round),
-        "seed": str(config.seed),
-        "model": json.dumps(config.to_dict()["model"]),
-        "input_shape": json.dumps(list(simulation.data.x.shape[1:])),
-        "classes": json.dumps(simulation.data.classes),
-        "names": json.dumps(list(flat)),
-        "plain": json.dumps(sorted(flat) == sorted(new.task.init())),
-    }
-    temporary = out.with_name(out.name + ".tmp")
-    save_file(flat, temporary, metadata=about)
-    os.replace(temporary, out)
+    data = simulation.data
+    write_personal(
+        out,
+        config,
+        new.weights,
+        new.task.init().keys(),
+        client="new",
+        name=new.name,
+        round=new.round,
+        shape=data.x.shape[1:],
+        classes=data.classes,
+    )

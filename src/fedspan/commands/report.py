@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedspan.commands.console import note, say, user_path
 from fedspan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedspan.report.runs import Run
 
 
 class Format(StrEnum):
@@ -31,10 +34,7 @@ def report(runs: Runs, out: File = None, kind: Kind = Format.html, title: Title 
     """Write one page, or one table, of finished runs."""
     from fedspan import report as reports
 
-    waiting: list[Path] = []
-    found = reports.load_runs(runs, waiting)
-    for path in waiting:
-        note(f"{path} has not finished; left out.")
+    found = finished_runs(runs)
     if out is not None:
         user_path(out, "--out")
         if not out.resolve().parent.is_dir():
@@ -52,3 +52,14 @@ def report(runs: Runs, out: File = None, kind: Kind = Format.html, title: Title 
     else:
         out.write_text(text)
         say(f"Table: {out}")
+
+
+def finished_runs(paths: list[Path]) -> list[Run]:
+    """The finished runs that paths are or hold; of others it is said that they are left out."""
+    from fedspan.report import load_runs
+
+    waiting: list[Path] = []
+    found = load_runs(paths, waiting)
+    for path in waiting:
+        note(f"{path} has not finished; left out.")
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ import typer
 from fedspan.commands.console import child, directory, note, say, show, table
 from fedspan.commands.run import Out, Overrides, Quiet
 from fedspan.errors import ConfigError, Divergence, FedspanError
+from fedspan.whole import write_whole
 
 if TYPE_CHECKING:
     from fedspan.reproductions import Experiment, Job, Outcome, Result
@@ -105,7 +105,7 @@ class _Shown:
                     result = json.loads((place / "result.json").read_text())
                 except Divergence as e:
                     place.mkdir(parents=True, exist_ok=True)
-                    _put(marker, json.dumps({"why": str(e)}) + "\n")
+                    write_whole(marker, json.dumps({"why": str(e)}) + "\n")
         if not self.quiet:
             facts = f"{before}diverged" if result is None else f"{before}done: {_facts(result)}"
             say(f"[{self.done}/{self.total}] {label}: {facts}")
@@ -118,21 +118,17 @@ def _facts(result: Result) -> str:
     return f"{shown}, {sum(result['seconds'].values()):.1f} s"
 
 
-def _put(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def _write(
     where: Path, experiment: Experiment, said: Sequence[str], outcomes: Sequence[Outcome], everything: bool
 ) -> None:
     from fedspan.reproductions import cells, to_csv, to_json, to_markdown
 
     where.mkdir(parents=True, exist_ok=True)
-    _put(where / "table.md", to_markdown(experiment, said, cells(experiment, outcomes, everything)))
-    _put(where / "table.csv", to_csv(experiment, outcomes))
-    _put(where / "result.json", json.dumps(to_json(experiment, said, outcomes), indent=1, allow_nan=False) + "\n")
+    write_whole(where / "table.md", to_markdown(experiment, said, cells(experiment, outcomes, everything)))
+    write_whole(where / "table.csv", to_csv(experiment, outcomes))
+    write_whole(
+        where / "result.json", json.dumps(to_json(experiment, said, outcomes), indent=1, allow_nan=False) + "\n"
+    )
 
 
 def _conclude(where: Path, experiment: Experiment, outcomes: Sequence[Outcome], everything: bool) -> None:

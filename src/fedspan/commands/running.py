@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedspan.commands.console import note, out, say, show
 from fedspan.errors import ConfigError, Divergence, FedspanError
+from fedspan.whole import write_whole
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
@@ -84,7 +84,7 @@ def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: b
 
     simulation = simulation_of(config, directory, fresh=fresh)
     # Only now: a directory of another experiment has been refused, and keeps its own configuration.
-    _write(directory / "config.toml", to_toml(config))
+    write_whole(directory / "config.toml", to_toml(config))
     told = len(simulation.messages)
     for message in simulation.messages:
         note(message)
@@ -102,12 +102,6 @@ def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: b
 
 def _traffic(totals: Any) -> float:
     return float(totals["up"] + totals["down"] + totals["announce"])
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 class _Shown:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.commands.console import note, say, show, size, table, user_path
-from fedspan.commands.report import Runs
+from fedspan.commands.console import say, show, size, table, user_path
+from fedspan.commands.report import Runs, finished_runs
 from fedspan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,15 +34,11 @@ def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv =
     from fedspan import targets as of
     from fedspan.report.canvas import save
     from fedspan.report.measures import measure_of
-    from fedspan.report.runs import load_runs
 
     for path in (csv, drawn):
         if path is not None:
             user_path(path, "targets: the file")
-    waiting: list[Path] = []
-    found = load_runs(runs, waiting)
-    for path in waiting:
-        note(f"{path} has not finished; left out.")
+    found = finished_runs(runs)
     wanted = [*(accuracy or []), *(loss or [])]
     percent = measure_of(found).percent
     if not wanted or (loss if percent else accuracy):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.commands.console import directory, note, say, show, table
+from fedspan.commands.console import Picture, directory, note, say, show, table
 from fedspan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,22 +32,14 @@ REAL = (Check.movielens, Check.factor_updates, Check.factor_layouts, Check.facto
 """Checks on real data; the others make their own."""
 
 
-class Suffix(StrEnum):
-    """How figures can be written."""
-
-    png = "png"
-    pdf = "pdf"
-    svg = "svg"
-
-
 Name = Annotated[Check, typer.Argument(metavar="NAME", help=f"One of {', '.join(Check)}.", show_default=False)]
 Out = Annotated[Path | None, typer.Option("--out", help="Directory to write to; default runs/theory.")]
-Figure = Annotated[Suffix, typer.Option("--figure", help="Kind of figure.")]
+Figure = Annotated[Picture, typer.Option("--figure", help="Kind of figure.")]
 Root = Annotated[str | None, typer.Option("--root", help="movielens, factor-*: where data lie; default $FEDSPAN_DATA.")]
 Quick = Annotated[bool, typer.Option("--quick", help="factor-*: a few pictures and epochs, only to see that it works.")]
 
 
-def theory(name: Name, out: Out = None, figure: Figure = Suffix.png, root: Root = None, quick: Quick = False) -> None:
+def theory(name: Name, out: Out = None, figure: Figure = Picture.png, root: Root = None, quick: Quick = False) -> None:
     """Check Theorem 1, an example or Figure 1 of the pFL-MF paper, or figures of the Factorized-FL paper (factor-*).
 
     Writes a figure and its numbers as JSON.

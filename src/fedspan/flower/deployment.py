@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import ssl
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from fedspan.flower import processes
 from fedspan.flower.experiment import Kind
 from fedspan.flower.server import Roster
 from fedspan.flower.terms import Terms
+from fedspan.whole import write_whole
 
 LOOPBACK = "127.0.0.1"
 
@@ -193,10 +193,7 @@ class Deployment:
         return facts
 
     def _write(self, name: str, value: Any) -> None:
-        path = self.folder / name
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(value if isinstance(value, str) else json.dumps(value, indent=1))
-        os.replace(temporary, path)
+        write_whole(self.folder / name, value if isinstance(value, str) else json.dumps(value, indent=1))
 
 
 def bundle(name: str, experiment: str) -> dict[str, bytes]:

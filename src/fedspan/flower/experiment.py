@@ -63,7 +63,7 @@ class Experiment:
     def engine(self, data: FederatedData) -> Engine:
         """Runs one client after another, as a node has only one."""
         s = self.settings
-        dtype = torch.float64 if s.dtype == "float64" else torch.float32
+        dtype = s.torch_dtype
         size = None if s.batch_size == "full" else s.batch_size
         return Engine(self.method, self.task, data.to(dtype), self.seed, size, s.epochs, "loop")
 

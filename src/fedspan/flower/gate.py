@@ -17,8 +17,7 @@ from fedspan import tree, wire
 from fedspan.engine import Engine
 from fedspan.errors import Refused
 from fedspan.flower.envelope import Facts
-from fedspan.method import Capacity, Method, Sent, Who
-from fedspan.randomness import key
+from fedspan.method import Capacity, Method, Sent
 from fedspan.tree import Tree
 from fedspan.wire import Codec, Schema
 
@@ -47,9 +46,7 @@ class Declared:
 
 def declare(engine: Engine, capacity: Capacity, t: int, client: int, down: Tree, common: Tree) -> Declared:
     """What uploads of one capacity look like in round t, from one visit on stand-in data."""
-    task = engine.model(capacity)
-    who = Who(client, capacity, key(engine.seed, "client", client), engine.seed)
-    row = tree.stack([engine.method.init_client(task, who)])
+    row = tree.stack([engine.begin(capacity, client)])
     sent = tree.take(engine.update(capacity, t, [client], row, down, {}, common, raw=True).sent, 0)
     like: Sent = tree.map(lambda a: torch.empty(a.shape, dtype=a.dtype, device="meta"), sent)
     return Declared(like.mean, like.each)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,9 @@ from fedspan.data.pool import assemble
 from fedspan.data.sources import MAX_BYTES
 from fedspan.errors import ConfigError, DataError
 from fedspan.flower.experiment import Experiment, Kind, read_config, read_experiment
-from fedspan.layers import plain_weights, structured
+from fedspan.method import model_at
+from fedspan.personal_file import as_described, write_personal
+from fedspan.task import Task
 from fedspan.tree import Tree
 from fedspan.treefile import read_tree
 
@@ -42,7 +43,7 @@ def predict_npz(folder: Path, path: Path) -> tuple[NDArray[Any], float | None]:
     x = made.x.to(next(iter(tree.leaves(weights))).dtype)
     if tuple(x.shape[1:]) != tuple(kind.shape):
         raise DataError(f"{path.name}: x must have shape {tuple(kind.shape)}. Got {tuple(x.shape[1:])}.")
-    method, task = experiment.method, experiment.method.model(experiment.task, _capacity(experiment, about))
+    method, task = experiment.method, _task(experiment, about)
     with torch.no_grad():
         output = torch.cat([method.predict(task, weights, x[k : k + 512]) for k in range(0, n, 512)])
     found: NDArray[Any] = (output.argmax(1) if kind.classes is not None else output).numpy()
@@ -51,36 +52,25 @@ def predict_npz(folder: Path, path: Path) -> tuple[NDArray[Any], float | None]:
 
 def export_model(folder: Path, file: Path) -> dict[str, Any]:
     """Write a node's personal model in the layout of `fedspan export`; what is said about it."""
-    from safetensors.torch import save_file
-
     experiment, config, weights, about = _load(folder)
-    task = experiment.method.model(experiment.task, _capacity(experiment, about))
-    known = task.init().keys()
-    if task.whole(weights) and structured(task.module):  # as the plain network that [model] describes
-        weights, known = plain_weights(task.module, weights), experiment.task.init().keys()
-    flat = {k: t.detach().contiguous().clone() for k, t in tree.flatten(weights).items()}
-    words = {
-        "format": "fedspan personal model",
-        "method": config.method["name"],
-        "experiment": config.name,
-        "client": str(about["client"]),
-        "client_name": folder.resolve().name,
-        "round": str(about["round"]),
-        "seed": str(config.seed),
-        "model": json.dumps(config.to_dict()["model"]),
-        "input_shape": json.dumps(about["kind"]["shape"]),
-        "classes": json.dumps(about["kind"]["classes"]),
-        "names": json.dumps(list(flat)),
-        "plain": json.dumps(sorted(flat) == sorted(known)),
-    }
-    temporary = file.with_name(file.name + ".tmp")
-    save_file(flat, temporary, metadata=words)
-    os.replace(temporary, file)
+    weights, known = as_described(_task(experiment, about), experiment.task, weights)
+    write_personal(
+        file,
+        config,
+        weights,
+        known,
+        client=str(about["client"]),
+        name=folder.resolve().name,
+        round=about["round"],
+        shape=about["kind"]["shape"],
+        classes=about["kind"]["classes"],
+    )
     return about
 
 
-def _capacity(experiment: Experiment, about: dict[str, Any]) -> Any:
-    return experiment.capacity(int(about["client"]))
+def _task(experiment: Experiment, about: dict[str, Any]) -> Task:
+    """The task as the node's client trains it."""
+    return model_at(experiment.method, experiment.task, experiment.capacity(int(about["client"])))
 
 
 def _load(folder: Path) -> tuple[Experiment, Any, Tree, dict[str, Any]]:

@@ -16,8 +16,6 @@ from fedspan.errors import Divergence, Refused
 from fedspan.flower.envelope import Facts
 from fedspan.flower.experiment import Experiment, Kind, first_capacity, seat
 from fedspan.flower.personal import Held, Personal
-from fedspan.method import Who
-from fedspan.randomness import key
 from fedspan.tree import Tree
 from fedspan.treefile import save_tree
 
@@ -118,8 +116,7 @@ class Node:
         federation = e.federation(int(asked["clients"]))
         capacity = federation.capacities[number]
         engine = self._engine(asked)
-        who = Who(number, capacity, key(e.seed, "client", number), e.seed)
-        row = e.method.init_client(engine.model(capacity), who)
+        row = engine.begin(capacity, number)
         common = e.method.common(engine.model(first_capacity(federation)), federation)
         return Held(tree.contiguous(row), tree.contiguous(common), 0, 0)
 

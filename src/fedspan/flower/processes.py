@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.errors import FedspanError
+from fedspan.whole import write_whole
 
 OFFLINE = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -99,9 +100,7 @@ def wait_for(what: str, done: Any, seconds: float, folder: Path, name: str) -> N
 
 
 def _write(folder: Path, entries: list[dict[str, Any]]) -> None:
-    temporary = folder / (PIDS + ".tmp")
-    temporary.write_text(json.dumps(entries))
-    os.replace(temporary, folder / PIDS)
+    write_whole(folder / PIDS, json.dumps(entries))
 
 
 def _stat(pid: int) -> list[str] | None:

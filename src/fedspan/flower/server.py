@@ -41,6 +41,7 @@ from fedspan.rounds import advance, in_order, partial_sum, stacked, watch
 from fedspan.settings import sample
 from fedspan.simulate import versions
 from fedspan.tree import Tree
+from fedspan.whole import write_whole
 
 _MEASURES = {"n", "loss", "accuracy", "squared_error"}
 _NORMS = 200  # of accepted uploads that are remembered
@@ -82,7 +83,7 @@ class Server:
         self.experiment, self.kind, self.grid, self.roster = experiment, kind, grid, roster
         self.terms, self.out, self.log = terms or Terms(), out, log
         self.method, self.clients = experiment.method, len(roster.nodes)
-        self.dtype = torch.float64 if experiment.settings.dtype == "float64" else torch.float32
+        self.dtype = experiment.settings.torch_dtype
         self.engine = experiment.engine(stand_in(kind, self.clients, experiment.seed))
         federation = experiment.federation(self.clients, roster.groups)
         config = {k: v for k, v in experiment.config.items() if k not in ("train", "rounds", "methods", "method")}
@@ -494,22 +495,16 @@ class Server:
     def _result(self) -> Result:
         assert self._last is not None
         clients, found = self._last
-        p, lines, accuracy = self.record.progress, self.record.lines, dict(self._last[1].get("accuracy", {}))
-        if accuracy:
-            others = {"last5": evaluate.last(lines), "best": evaluate.best(lines)}
-            accuracy |= {k: v for k, v in others.items() if v is not None}
-        names = {
-            d: {k.split("/", 1)[1]: v for k, v in sorted(p.names.items()) if k.startswith(d)} for d in ("up", "down")
-        }
+        p, lines = self.record.progress, self.record.lines
         counted = ("up", "down", "announce", "evaluate", "meta", "wire")
         result = Result(
             method=name_of(self.method),
             seed=self.experiment.seed,
             rounds=p.round,
-            accuracy=accuracy,
+            accuracy=evaluate.protocols(found, lines),
             measures=found,
             per_client=clients,
-            bytes={**{k: p.totals[k] for k in counted}, "names": names},
+            bytes={**{k: p.totals[k] for k in counted}, "names": p.by_name()},
             seconds=dict(p.seconds),
             config=self.experiment.config,
             versions=versions(),
@@ -547,9 +542,7 @@ class Server:
             },
             "refused": self.refusals[-20:],
         }
-        temporary = self.out / "status.json.tmp"
-        temporary.write_text(json.dumps(body, indent=1) + "\n")
-        os.replace(temporary, self.out / "status.json")
+        write_whole(self.out / "status.json", json.dumps(body, indent=1) + "\n")
 
 
 def _upload_sizes(payload: bytes) -> dict[str, int]:

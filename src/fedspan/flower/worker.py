@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from fedspan.errors import FedspanError
+from fedspan.whole import replacing
 
 MOST_HEAD, MOST_BODY = 1 << 24, 1 << 36
 NOTE = "worker.json"
@@ -70,10 +71,9 @@ def serve(node: Path) -> None:
         listener.bind(str(path))
         os.chmod(path, 0o600)
         listener.listen(4)
-        temporary = note.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"socket": str(path), "pid": os.getpid()}))
-        os.chmod(temporary, 0o600)
-        os.replace(temporary, note)
+        with replacing(note) as place:
+            place.write_text(json.dumps({"socket": str(path), "pid": os.getpid()}))
+            os.chmod(place, 0o600)
         print("Worker: ready.", flush=True)
         while True:
             connection, _ = listener.accept()

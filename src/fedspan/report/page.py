@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from fedspan.report.runs import Group, Run, group
 from fedspan.report.tables import Row, columns, summary_rows
 from fedspan.report.text import clean, without_paths
 from fedspan.report.words import headline, summary
+from fedspan.whole import write_whole
 
 _CLIENTS = 1000  # rows of the table of clients
 _SETTINGS = 4
@@ -43,11 +43,9 @@ def write_page(runs: Sequence[Run], out: str | Path, title: str | None = None) -
     out = Path(out)
     out = out / "report.html" if out.is_dir() else out
     text = page(runs, title)
-    temporary = out.with_name(out.name + ".tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
+        write_whole(out, text)
     except OSError as e:
         raise FedspanError(f"Report: {out} cannot be written: {e.strerror}.") from None
     return out
