@@ -68,7 +68,7 @@ BROKEN = """
 [[rows]]
 label = "FedAvg, far too fast"
 method = "fedavg"
-lr = [1e18]
+lr = [1e17, 1e18]
 """
 
 
@@ -210,7 +210,7 @@ def test_slugs() -> None:
 def test_end_to_end_and_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "tiny.toml").write_text(TINY + BROKEN)
     said = reproduce("tiny.toml", "--out", "out").stdout
-    assert "3 rows, 13 runs" in said and "[1/13] Local, lr 0.1, validation, seed 0: done" in said
+    assert "3 rows, 14 runs" in said and "[1/14] Local, lr 0.1, validation, seed 0: done" in said
     assert "quick" not in said and (here / "out/report.html").is_file()
     result = json.loads((here / "out/result.json").read_text())
     local, paper, broken = result["rows"]
@@ -245,7 +245,7 @@ def test_end_to_end_and_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(running, "execute", never)
     monkeypatch.setattr(report, "write_page", lambda *_: None)  # slow, and drawn once already
     again = reproduce("tiny.toml", "--out", "out").stdout
-    assert again.count("] ") == again.count("already ") == 11
+    assert again.count("] ") == again.count("already ") == 12
     assert json.loads((here / "out/result.json").read_text()) == result
 
 
@@ -258,7 +258,8 @@ def test_quick_rows_overrides_and_more_seeds(here: Path, monkeypatch: pytest.Mon
     reproduce("tiny.toml", "method.lr=0.3", "rounds=1", "--seeds", "1", "--rows", "local", "--out", "o")
     result = json.loads((here / "o/result.json").read_text())
     (row,) = result["rows"]
-    assert row["lr"] == 0.3 and len(row["validation"]) == 1 and len(row["tests"]) == 1
+    assert row["lr"] == 0.3 and len(row["tests"]) == 1
+    assert not row["validation"] and "Step sizes: given." in (here / "o/table.md").read_text()  # nothing to choose
     assert "not here yet" not in (here / "o/table.md").read_text()
 
 
@@ -283,6 +284,7 @@ def test_a_seed_that_diverges_is_shown(here: Path, monkeypatch: pytest.MonkeyPat
 def test_listing_and_wrong_names() -> None:
     assert "pfl-mf/table2-permuted-mnist" in reproduce().stdout
     for arguments, message in (
+        (["tiny.toml", "--lr", "0.1,fast"], "--lr takes numbers"),
         (["table2-permuted-mnits"], "Did you mean 'table2-permuted-mnist'?"),
         (["rounds=3"], "name an experiment before settings"),
         (["nothing.toml"], "cannot be read"),
@@ -291,6 +293,15 @@ def test_listing_and_wrong_names() -> None:
     ):
         lines = reproduce(*arguments, code=2).stderr.strip().splitlines()
         assert len(lines) == 1 and message in lines[0], lines
+
+
+def test_step_sizes_from_the_command_line(here: Path) -> None:
+    e = load_experiment("tiny.toml").retune((0.2, 0.4, 0.8), 1)
+    jobs = candidates(e, e.rows[0])
+    assert [job.lr for job in jobs] == [0.2, 0.4, 0.8] and {job.config.rounds for job in jobs} == {1}
+    assert load_experiment("tiny.toml").retune() == load_experiment("tiny.toml")
+    said = reproduce("tiny.toml", "--rows", "local", "--lr", "0.4", "--seeds", "1", "rounds=1", "--out", "o").stdout
+    assert "1 rows, 1 runs" in said and "lr 0.4, test, seed 0: done" in said
 
 
 def test_rows_that_are_tuned_alike_share_their_validation_runs() -> None:

@@ -24,6 +24,13 @@ Name = Annotated[
 QuickRun = Annotated[bool, typer.Option("--quick", help="Scaled down to a minute or two; not comparable.")]
 Seeds = Annotated[int | None, typer.Option("--seeds", help="How many seeds.", min=1, max=1000, show_default=False)]
 Rows = Annotated[str, typer.Option("--rows", help="Only these rows, with commas, e.g. local,pfl-mf-r10.")]
+Steps = Annotated[
+    str, typer.Option("--lr", help="Step sizes every row chooses from instead of the file's, e.g. 0.01,0.1.")
+]
+Tuning = Annotated[
+    int | None,
+    typer.Option("--tuning-rounds", help="Rounds to choose step sizes by.", min=1, show_default=False),
+]
 Root = Annotated[str | None, typer.Option("--root", help="Where data sets lie; default $FEDSPAN_DATA.")]
 
 
@@ -33,6 +40,8 @@ def reproduce(
     quick: QuickRun = False,
     seeds: Seeds = None,
     rows: Rows = "",
+    lr: Steps = "",
+    tuning_rounds: Tuning = None,
     out: Out = None,
     root: Root = None,
     quiet: Quiet = False,
@@ -51,15 +60,18 @@ def reproduce(
         wanted = list(whole.quick.rows or ())
     if wanted:
         experiment = experiment.select(wanted)
+    experiment = experiment.retune(_steps(lr), tuning_rounds)
     settings = ([] if root is None else [f"data.root={json.dumps(root)}"]) + (overrides or [])
     count = experiment.seeds if seeds is None else seeds
     # All of it is checked before the first run starts; a test is checked at the first step size.
-    total = 0
+    total, tuned = 0, False
     for row in experiment.rows:
         config = finals(experiment, row, row.lr[0], row.rules[0], 1, settings)[0].config
-        total += len(candidates(experiment, row, settings)) + count
+        choices = len(candidates(experiment, row, settings))
+        tuned = tuned or choices > 1
+        total += (choices if choices > 1 else 0) + count
     where = directory(out, whole.name, *(["quick"] if quick else []))
-    said = describe(experiment, config, count)
+    said = describe(experiment, config, count, tuned)
     for line in said:
         say(line)
     say(f"{len(experiment.rows)} rows, {total} runs; directory {where}.")
@@ -69,6 +81,15 @@ def reproduce(
         outcomes.append(reproduce_row(experiment, row, count, settings, shown.run))
         _write(where, experiment, said, outcomes, everything=not rows)  # after every row: a long table can be watched
     _conclude(where, experiment, outcomes, everything=not rows)
+
+
+def _steps(text: str) -> list[float]:
+    """The step sizes of `--lr`, smallest first."""
+    try:
+        found = sorted({float(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        raise ConfigError(f"reproduce: --lr takes numbers with commas, e.g. 0.01,0.1. Got {text[:60]!r}.") from None
+    return found
 
 
 def _list() -> None:

@@ -87,15 +87,18 @@ class Experiment:
             chosen |= fits
         return replace(self, rows=tuple(r for r in self.rows if r.label in chosen))
 
+    def retune(self, lr: Sequence[float] = (), tuning_rounds: int | None = None) -> Experiment:
+        """Other step sizes for every row to choose from, or another number of rounds to choose them by."""
+        made = self if tuning_rounds is None else replace(self, tuning_rounds=tuning_rounds)
+        return replace(made, rows=tuple(replace(r, lr=tuple(lr)) for r in made.rows)) if lr else made
+
     def quicken(self) -> Experiment:
         """The scaled-down experiment of `--quick`: fewer clients, rounds, examples, step sizes and rows."""
         base = copied(self.base)
         for key, value in self.quick.set.items():
             put(base, key, value)
         made = replace(self, base=base, seeds=self.quick.seeds, tuning_rounds=None, quickened=True)
-        if self.quick.lr is not None:
-            made = replace(made, rows=tuple(replace(r, lr=self.quick.lr) for r in made.rows))
-        return made
+        return made.retune(self.quick.lr or ())
 
 
 def _like(name: str, pattern: str) -> bool:

@@ -142,17 +142,17 @@ def finals(
 def reproduce_row(experiment: Experiment, row: Row, seeds: int, overrides: Sequence[str], run: Runner) -> Outcome:
     """Choose a row's step size by validation accuracy, then test it; a diverged run is the worst of its grid."""
     jobs = candidates(experiment, row, overrides)
-    tried = []
-    for job in jobs:
+    tried: list[tuple[Job, float | None]] = []
+    for job in jobs if len(jobs) > 1 else ():  # a grid of one leaves nothing to choose
         result = run(job)
         tried.append((job, None if result is None else accuracy(result)))
     best: tuple[Job, float] | None = None
     for job, value in tried:
         if value is not None and (best is None or value > best[1]):  # of equals the first, which is the smallest step
             best = job, value
-    if best is None:
+    if best is None and len(jobs) > 1:
         return Outcome(row=row, tried=tuple(tried))
-    chosen = best[0]
+    chosen = jobs[0] if best is None else best[0]
     steps = sorted({job.lr for job in jobs})
     done = [(job, run(job)) for job in finals(experiment, row, chosen.lr, chosen.rule, seeds, overrides)]
     edge = len(steps) > 2 and chosen.lr in (steps[0], steps[-1])

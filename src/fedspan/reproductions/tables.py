@@ -16,8 +16,8 @@ TITLES = ("row", "paper %", "ours %", "lr chosen", "seconds per run", "differenc
 NOT_HERE = "not here yet"
 
 
-def describe(experiment: Experiment, config: RunConfig, seeds: int) -> list[str]:
-    """What was run, in sentences that stand above the table."""
+def describe(experiment: Experiment, config: RunConfig, seeds: int, tuned: bool = True) -> list[str]:
+    """What was run, in sentences that stand above the table; `tuned` is false if no row had a step size to choose."""
     paper = experiment.paper
     where = ", ".join([paper.table, *paper.columns]) if paper.table else ""
     lines = [f"{paper.title}." if paper.title else f"{experiment.name}."]
@@ -32,10 +32,15 @@ def describe(experiment: Experiment, config: RunConfig, seeds: int) -> list[str]
     else:
         lines.append(f"Here: {scale}.")
     rounds = f" after {experiment.tuning_rounds} rounds" if experiment.tuning_rounds else ""
+    steps = "Step sizes: given"
+    if tuned:
+        steps = (
+            f"Step sizes: per {'method' if any(r.tuned_as for r in experiment.rows) else 'row'}, by accuracy on a"
+            f" validation part ({100 * experiment.validation:g} % of each client, seed"
+            f" {config.seed}){rounds}; * marks one at the edge of its grid"
+        )
     lines.append(
-        f"Step sizes: per {'method' if any(r.tuned_as for r in experiment.rows) else 'row'}, by accuracy on a"
-        f" validation part ({100 * experiment.validation:g} % of each client, seed"
-        f" {config.seed}){rounds}; * marks one at the edge of its grid. Ours: mean over clients at the last round,"
+        f"{steps}. Ours: mean over clients at the last round,"
         f" {'one seed' if seeds == 1 else f'then mean ± standard deviation over {seeds} seeds'}."
     )
     return lines
