@@ -18,8 +18,9 @@ from fedspan.commands import running
 from fedspan.errors import ConfigError
 from fedspan.methods import METHODS
 from fedspan.reproductions import available, candidates, finals, load_experiment
-from fedspan.reproductions.files import slug
-from fedspan.reproductions.grid import config_of
+from fedspan.reproductions.curves import draw, series
+from fedspan.reproductions.files import Row, slug
+from fedspan.reproductions.grid import Outcome, config_of
 from fedspan.reproductions.parsing import parse
 
 TINY = """
@@ -315,3 +316,21 @@ def test_rows_that_are_tuned_alike_share_their_validation_runs() -> None:
     tests = [finals(e, row, 0.5, {}, 1)[0] for row in (few, many, plain, found)]
     assert [t.config.method["rank"] for t in tests] == [5, 15, 15, "auto"]
     assert len({t.folder for t in tests}) == 4
+
+
+def test_rows_that_differ_in_one_number_are_drawn(tmp_path: Path) -> None:
+    e = load_experiment("figure-rank").select(["mnist-r1", "mnist-r10", "mnist-r2", "mnist-r3"])
+
+    def outcome(row: Row, accuracy: float) -> Outcome:
+        (job,) = finals(e, row, 0.1, row.rules[0], 1)
+        result = {"accuracy": {"mean": accuracy}, "seconds": {"train": 2.0, "evaluate": 1.0}}
+        return Outcome(row=row, chosen=job, tests=((job, result),))
+
+    found = series([outcome(row, 0.1 * k) for k, row in enumerate(e.rows, 1)])
+    assert [s.label for s in found] == ["MNIST (paper form)", "MNIST (default)"] and {s.name for s in found} == {"r"}
+    assert found[0].x == (1, 2, 3, 10) and found[0].accuracy == pytest.approx((10, 20, 30, 40))
+    assert found[0].seconds == (3, 3, 3, 3) and draw("r", found, tmp_path / "f.svg").read_text().count("MNIST") >= 2
+    two = [outcome(row, 0.5) for row in e.rows if row.fields["rank"] < 3]
+    assert series(two) == []
+    diverged = [Outcome(row=row) for row in e.rows]
+    assert series(diverged) == []

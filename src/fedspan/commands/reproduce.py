@@ -159,9 +159,26 @@ def _conclude(where: Path, experiment: Experiment, outcomes: Sequence[Outcome], 
     if experiment.quickened:
         note("quick: not comparable with the paper.")
     say(f"Table: {where / 'table.md'}, {where / 'table.csv'}; everything: {where / 'result.json'}")
+    for picture in _pictures(where, outcomes):
+        say(f"Figure: {picture}")
     page = _page(where, experiment, outcomes)
     if page is not None:
         say(f"Report: {page}")
+
+
+def _pictures(where: Path, outcomes: Sequence[Outcome]) -> list[Path]:
+    """A figure for each number that rows differ in; none without matplotlib."""
+    from fedspan.reproductions.curves import draw, series
+
+    found = series(outcomes)
+    try:
+        return [
+            draw(name, [s for s in found if s.name == name], where / f"over-{name}.png")
+            for name in dict.fromkeys(s.name for s in found)
+        ]
+    except FedspanError as e:
+        note(f"No figure: {e}")
+        return []
 
 
 def _page(where: Path, experiment: Experiment, outcomes: Sequence[Outcome]) -> Path | None:

@@ -23,6 +23,7 @@ _COLOURS = (
     ("#882255", "#d9739f"),
     ("#332288", "#a497f0"),
 )
+PLAIN = tuple(light for light, _ in _COLOURS)
 _DASHES: tuple[Dash, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 # Baselines everybody knows stay in the background.
 BASELINES: dict[str, tuple[str, Dash, str]] = {
