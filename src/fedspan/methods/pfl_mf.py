@@ -40,7 +40,7 @@ class PflMf(Cosine):
 
     rank: int | Literal["auto"] = 10
     factorise: Literal["head", "all"] | tuple[str, ...] = "head"
-    v_method: Literal["solve", "precondition", "gradient"] = "solve"
+    v_method: Literal["solve", "precondition", "gradient"] = "precondition"
     v_steps: int = 50
     v_unit: Literal["step", "epoch"] = "step"
     v_scale: Literal["1", "1/n"] = "1"
@@ -299,6 +299,8 @@ class PflMf(Cosine):
         M, C = round.mean["M"], round.mean["C"]
         scaled = self.server_step == "scaled"
         U = subspace.scaled_step(server["U"], M, C, self.ridge, self.max_step) if scaled else server["U"] + M  # eq. (9)
+        if scaled and self.max_step is not None:
+            theta = _near(server["theta"], theta, self.max_step)
         return {"U": U, "theta": theta, "C": C} | (self._move(server, U, C, round.round) if self.moves else {})
 
     def _move(self, server: Tree, U: Tensor, C: Tensor, t: int) -> Tree:
@@ -359,6 +361,17 @@ class PflMf(Cosine):
             "effective_rank": float(entropy.exp()),
             "rank": float(server["U"].shape[1]),
         }
+
+
+def _near(old: Params, new: Params, most: float) -> Params:
+    """The new parameters, or the point on the way to them that is this part of the old ones' norm away."""
+    step, size = (tree.squared_norm(t).sqrt() for t in (tree.add(new, old, -1.0), old))
+    if (
+        not step > most * size > 0
+    ):  # nothing to go by where all begins at zero; a state that is not finite is told later
+        return new
+    part = most * size / step
+    return {k: old[k] + part * (v - old[k]) for k, v in new.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
