@@ -28,7 +28,7 @@ from conftest import plain_model as model
 from conftest import plain_models as models
 from fedspan import lowrank, tree
 from fedspan.errors import ConfigError
-from fedspan.method import Visit
+from fedspan.method import Federation, Visit
 from fedspan.methods import FedAvg, FedLoRA, FedLoRU, MFedLoRU, PFedLoRA, PFedLoRAJoint, PFedLoRU, make
 from fedspan.simulate import Simulation
 from fedspan.task import Task
@@ -60,6 +60,20 @@ def products(sim: Simulation) -> Params:
 
 
 # ------------------------------------------------------------------------------------------------ FedLoRU
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_the_stable_rank_that_is_shown_is_that_of_the_products(rounds: int) -> None:
+    sim = run(FedLoRU(rank=2, tau=2, **STEPS), task=unbiased(), rounds=rounds)
+    server = sim.record.server
+    pair = server["last"]["added"] if rounds == 2 else server  # in round 2 the factors went over to W and begin anew
+    found = []
+    for A, B in zip(pair["A"].values(), pair["B"].values()):
+        s = torch.linalg.svdvals(A @ B)
+        found.append(float((s / s[0]).square().sum()))
+    seen = sim.method.monitor(server)["stable rank of the update"]
+    assert seen == pytest.approx(sum(found) / len(found), rel=1e-12) and 1.0 < seen < 2.0
+    assert sim.method.monitor(sim.method.init_server(sim.task, Federation(7, 0))) == {}  # the product is still zero
 
 
 @MAPPING

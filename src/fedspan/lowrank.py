@@ -146,6 +146,13 @@ def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return P[:, :r], s[:r], Q[:r].T
 
 
+def stable_rank(A: Tensor, B: Tensor) -> float | None:
+    """‖AB‖_F² / ‖AB‖₂² from the small triangles of two QR decompositions; None for the product zero."""
+    (_, R), (_, L) = torch.linalg.qr(A.flatten(1)), torch.linalg.qr(B.flatten(1).T)
+    s = torch.linalg.svdvals(R @ L.T)
+    return float(s.square().sum() / s[0].square()) if s[0] > 0 else None
+
+
 def squared_product(U: Tensor, V: Tensor) -> Tensor:
     """‖U Vᵀ‖², without the product."""
     U, V = U.flatten(0, -2), V.flatten(0, -2)

@@ -175,6 +175,16 @@ class FedLoRU(Annealed):
             new["optimizer"] = {**old, **{k: old[k] | gone for k in ("m", "s") if k in old}}
         return new
 
+    def monitor(self, server: Tree) -> dict[str, float]:
+        """‖AB‖_F² / ‖AB‖₂² of the factors, or of those just handed over to W: how much of the rank is used."""
+        if self.adapter != "lora" or self.freeze_A:
+            return {}
+        fresh = self.tau is not None and not any(bool(B.any()) for B in server["B"].values())
+        at = server["last"]["added"] if fresh else server
+        ranks = [lowrank.stable_rank(A, B) for A, B in zip(at["A"].values(), at["B"].values())]
+        known = [r for r in ranks if r is not None]
+        return {"stable rank of the update": sum(known) / len(known)} if known else {}
+
     def _restart(self, factor: str, old: Params, k: Tensor, t: int | Tensor) -> Params:
         if self.reinit == "momentum_A" and factor != lowrank.FACTORS[self.adapter][-1]:
             return old
