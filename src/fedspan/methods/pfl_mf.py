@@ -54,6 +54,7 @@ class PflMf(Cosine):
     server_step: Literal["scaled", "plain", "literal"] = "scaled"
     ridge: float = 0.01
     max_step: float | None = 0.2
+    max_shared_step: float | None = None
     start: Literal["common", "random", "published"] = "common"
     wire: Literal["rank-one", "full"] = "rank-one"
     refresh: bool = False
@@ -70,9 +71,9 @@ class PflMf(Cosine):
             self.count(name, low)
         if self.u_steps is not None:
             self.count("u_steps", 1)
-        for name in ("lr_v", "p", "max_step"):
+        for name in ("lr_v", "p", "max_step", "max_shared_step"):
             if getattr(self, name) is not None:
-                self.require(name, 0.0, allow_zero=name != "max_step")
+                self.require(name, 0.0, allow_zero=name in ("lr_v", "p"))
         self.require("v_ridge", 0.0, allow_zero=True)
         self.require("v_prior", 0.0, allow_zero=True)
         self.require("ridge", 0.0, allow_zero=True)
@@ -299,8 +300,8 @@ class PflMf(Cosine):
         M, C = round.mean["M"], round.mean["C"]
         scaled = self.server_step == "scaled"
         U = subspace.scaled_step(server["U"], M, C, self.ridge, self.max_step) if scaled else server["U"] + M  # eq. (9)
-        if scaled and self.max_step is not None:
-            theta = _near(server["theta"], theta, self.max_step)
+        if self.max_shared_step is not None:
+            theta = _near(server["theta"], theta, self.max_shared_step)
         return {"U": U, "theta": theta, "C": C} | (self._move(server, U, C, round.round) if self.moves else {})
 
     def _move(self, server: Tree, U: Tensor, C: Tensor, t: int) -> Tree:
