@@ -502,17 +502,19 @@ def test_the_scaled_step_does_not_see_any_change_of_gauge(fields: dict[str, Any]
         assert float((a.record.row(0)["v"] - V[0]).abs().max()) > 1e-3
 
 
-def test_a_bounded_server_step_moves_the_shared_part_by_that_share_of_its_norm() -> None:
-    task, lr = make_task(), 0.5
+@pytest.mark.parametrize("u_update", ["train", "joint"])
+def test_a_bounded_server_step_moves_the_shared_part_by_that_share_of_its_norm(u_update: Any) -> None:
+    task = make_task()
+    fields: dict[str, Any] = {"rank": 3, "lr": 0.5, "u_update": u_update}
     start = tree.without(task.init(), task.head)
-    free, bound = (run(PflMf(rank=3, lr=lr, max_shared_step=m), rounds=1).record.server["theta"] for m in (None, 0.01))
+    free, bound = (run(PflMf(max_shared_step=m, **fields), rounds=1).record.server["theta"] for m in (None, 0.01))
     far, near = (tree.add(t, start, -1.0) for t in (free, bound))
     size = tree.squared_norm(start).sqrt()
     assert tree.squared_norm(far).sqrt() > 0.01 * size  # otherwise nothing was bounded
     assert float(tree.squared_norm(near).sqrt() / size) == pytest.approx(0.01, rel=1e-12)
     part = 0.01 * size / tree.squared_norm(far).sqrt()
     assert_close(near, {k: part * v for k, v in far.items()})
-    wide = run(PflMf(rank=3, lr=lr, max_shared_step=1e3), rounds=1).record.server["theta"]
+    wide = run(PflMf(max_shared_step=1e3, **fields), rounds=1).record.server["theta"]
     assert all(torch.equal(wide[k], free[k]) for k in free)
 
 

@@ -148,7 +148,7 @@ def changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def stable_rank(A: Tensor, B: Tensor) -> float | None:
     """‖AB‖_F² / ‖AB‖₂² from the small triangles of two QR decompositions; None for the product zero."""
-    (_, R), (_, L) = torch.linalg.qr(A.flatten(1)), torch.linalg.qr(B.flatten(1).T)
+    (_, R), (_, L) = torch.linalg.qr(A), torch.linalg.qr(B.T)
     s = torch.linalg.svdvals(R @ L.T)
     return float(s.square().sum() / s[0].square()) if s[0] > 0 else None
 

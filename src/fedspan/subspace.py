@@ -48,7 +48,12 @@ def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float, most: float | Non
     if most is None:
         return U + step
     moved, held = (torch.trace(X.T @ X @ A).clamp_min(0).sqrt() for X in (step.double(), U.double()))
-    return U + step * float(torch.clamp(most * held / moved.clamp_min(torch.finfo(A.dtype).tiny), max=1.0))
+    return U + step * allowed(moved, held, most)
+
+
+def allowed(moved: Tensor, held: Tensor, most: float) -> float:
+    """The part of a step of size `moved` that changes what has size `held` by at most `most` of it."""
+    return float(torch.clamp(most * held / moved.clamp_min(torch.finfo(moved.dtype).tiny), max=1.0))
 
 
 def orthonormal_gauge(U: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.commands.console import Picture, child, directory, note, say, show, table, user_path
+from fedspan.commands.console import Picture, child, directory, listed, note, say, show, table, user_path
 from fedspan.commands.report import finished_runs
 from fedspan.commands.run import Fresh, Out, Quiet, say_dropped
 from fedspan.errors import ConfigError
@@ -68,7 +68,7 @@ def compare(
     from fedspan.config import load_config
 
     config = load_config(exp, overrides or [])
-    names = [m.strip() for m in methods.split(",") if m.strip()] or list(config.methods)
+    names = listed(methods) or list(config.methods)
     if not names:
         raise ConfigError("compare: name methods with --methods a,b,c, or give the file [methods.NAME] sections.")
     where = directory(out, config.name)

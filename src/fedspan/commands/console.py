@@ -26,6 +26,11 @@ class Picture(StrEnum):
     svg = "svg"
 
 
+def listed(text: str) -> list[str]:
+    """What an option names with commas between."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def say(text: str, style: str = "") -> None:
     """A line for the reader, as it is: brackets are not markup."""
     out.print(Text(text, style))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.commands.console import child, directory, note, say, show, table
+from fedspan.commands.console import child, directory, listed, note, say, show, table
 from fedspan.commands.run import Out, Overrides, Quiet
 from fedspan.errors import ConfigError, Divergence, FedspanError
 from fedspan.whole import write_whole
@@ -47,7 +47,7 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Run a paper's table again and show it beside the printed figures; finished runs are not repeated."""
-    from fedspan.reproductions import candidates, describe, finals, load_experiment, reproduce_row
+    from fedspan.reproductions import candidates, describe, finals, load_experiment, reproduce_row, trials
 
     if name is None:
         return _list()
@@ -55,7 +55,7 @@ def reproduce(
         raise ConfigError(f"reproduce: name an experiment before settings. Got {name[:60]!r}.")
     whole = load_experiment(name)
     experiment = whole.quicken() if quick else whole
-    wanted = [r.strip() for r in rows.split(",") if r.strip()]
+    wanted = listed(rows)
     if not wanted and quick:
         wanted = list(whole.quick.rows or ())
     if wanted:
@@ -67,9 +67,9 @@ def reproduce(
     total, tuned = 0, False
     for row in experiment.rows:
         config = finals(experiment, row, row.lr[0], row.rules[0], 1, settings)[0].config
-        choices = len(candidates(experiment, row, settings))
-        tuned = tuned or choices > 1
-        total += (choices if choices > 1 else 0) + count
+        choices = len(trials(candidates(experiment, row, settings)))
+        tuned = tuned or choices > 0
+        total += choices + count
     where = directory(out, whole.name, *(["quick"] if quick else []))
     said = describe(experiment, config, count, tuned)
     for line in said:
@@ -86,10 +86,9 @@ def reproduce(
 def _steps(text: str) -> list[float]:
     """The step sizes of `--lr`, smallest first."""
     try:
-        found = sorted({float(part) for part in text.split(",") if part.strip()})
+        return sorted({float(part) for part in listed(text)})
     except ValueError:
         raise ConfigError(f"reproduce: --lr takes numbers with commas, e.g. 0.01,0.1. Got {text[:60]!r}.") from None
-    return found
 
 
 def _list() -> None:

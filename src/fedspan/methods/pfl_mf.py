@@ -31,7 +31,7 @@ class PflMf(Cosine):
     numbers), or the sums M = Δθ vᵀ and C = v vᵀ (`wire = "full"`), which a secure sum could add up.
 
     The default is not the paper's algorithm but what makes it work: only the head is factorised, all v start alike and
-    are solved for on cached features, θ_i is trained like any network, and the server fits U to all Δθ_i at once.
+    are fitted on cached features, θ_i is trained like any network, and the server fits U to all Δθ_i at once.
     `PflMf.paper()` (pfl-mf-paper) is Algorithm 1 to the letter; pfl-mf-joint is what the published code does.
     """
 
@@ -295,13 +295,13 @@ class PflMf(Cosine):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         theta = round.mean["theta"]
+        if self.max_shared_step is not None:
+            theta = _near(server["theta"], theta, self.max_shared_step)
         if self.u_update == "joint":
             return {**server, **self.stepped(server, {"U": round.mean["U"], "theta": theta})}
         M, C = round.mean["M"], round.mean["C"]
         scaled = self.server_step == "scaled"
         U = subspace.scaled_step(server["U"], M, C, self.ridge, self.max_step) if scaled else server["U"] + M  # eq. (9)
-        if self.max_shared_step is not None:
-            theta = _near(server["theta"], theta, self.max_shared_step)
         return {"U": U, "theta": theta, "C": C} | (self._move(server, U, C, round.round) if self.moves else {})
 
     def _move(self, server: Tree, U: Tensor, C: Tensor, t: int) -> Tree:
@@ -366,13 +366,9 @@ class PflMf(Cosine):
 
 def _near(old: Params, new: Params, most: float) -> Params:
     """The new parameters, or the point on the way to them that is this part of the old ones' norm away."""
-    step, size = (tree.squared_norm(t).sqrt() for t in (tree.add(new, old, -1.0), old))
-    if (
-        not step > most * size > 0
-    ):  # nothing to go by where all begins at zero; a state that is not finite is told later
-        return new
-    part = most * size / step
-    return {k: old[k] + part * (v - old[k]) for k, v in new.items()}
+    step, size = (tree.squared_norm(t).sqrt() for t in (tree.sub(new, old), old))
+    part = subspace.allowed(step, size, most) if size else 1.0  # all zero, it has no size to go by
+    return new if part == 1.0 else {k: old[k] + part * (v - old[k]) for k, v in new.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,13 +41,27 @@ def _styled() -> Iterator[None]:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of this size in inches, with one set of axes; no pyplot, so nothing lingers."""
+    """A figure of this size in inches, with one set of axes."""
+    figure = _empty(width, height)
+    return figure, figure.add_subplot()
+
+
+def panels(width: float, height: float, titles: Sequence[tuple[str, str]]) -> tuple[Figure, list[Axes]]:
+    """A figure with one set of axes per (title, label of x), side by side."""
+    figure = _empty(width, height)
+    axes = [figure.add_subplot(1, len(titles), k + 1) for k in range(len(titles))]
+    for a, (title, x) in zip(axes, titles):
+        bare(a, title, x)
+    return figure, axes
+
+
+def _empty(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
+    FigureCanvasAgg(figure)  # no pyplot, so nothing lingers
+    return figure
 
 
 def bare(axes: Axes, y: str, x: str, across: bool = False) -> None:

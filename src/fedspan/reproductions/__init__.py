@@ -1,7 +1,7 @@
 """Published tables run again: experiment files that carry the paper's figures, their grids, and the comparison."""
 
 from fedspan.reproductions.files import Experiment, Row, available, load_experiment
-from fedspan.reproductions.grid import Job, Outcome, Result, candidates, finals, reproduce_row
+from fedspan.reproductions.grid import Job, Outcome, Result, candidates, finals, reproduce_row, trials
 from fedspan.reproductions.tables import TITLES, cells, describe, to_csv, to_json, to_markdown
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "to_csv",
     "to_json",
     "to_markdown",
+    "trials",
 ]

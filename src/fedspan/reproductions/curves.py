@@ -72,15 +72,11 @@ def draw(name: str, those: Sequence[Series], path: Path) -> Path:
 def _figure(name: str, those: Sequence[Series]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
-    from fedspan.report.canvas import bare, canvas
+    from fedspan.report.canvas import panels
     from fedspan.report.palette import PLAIN
 
-    figure, first = canvas(7.6, 3.2)
-    first.remove()
-    left, right = figure.subplots(1, 2)
     x = _WORDS.get(name, name)
-    bare(left, "accuracy, %", x)
-    bare(right, "seconds per run", x)
+    figure, (left, right) = panels(7.6, 3.2, [("accuracy, %", x), ("seconds per run", x)])
     for k, s in enumerate(those):
         colour = PLAIN[k % len(PLAIN)]
         left.errorbar(s.x, s.accuracy, s.spread, color=colour, marker="o", markersize=3.2, linewidth=1.5, label=s.label)

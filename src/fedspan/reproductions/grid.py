@@ -130,6 +130,11 @@ def candidates(experiment: Experiment, row: Row, overrides: Sequence[str] = ()) 
     return list(jobs.values())
 
 
+def trials(jobs: Sequence[Job]) -> Sequence[Job]:
+    """Those of a row's candidates that must be run: a grid of one leaves nothing to choose."""
+    return jobs if len(jobs) > 1 else ()
+
+
 def finals(
     experiment: Experiment, row: Row, lr: float, rule: Mapping[str, Any], seeds: int, overrides: Sequence[str] = ()
 ) -> list[Job]:
@@ -143,14 +148,14 @@ def reproduce_row(experiment: Experiment, row: Row, seeds: int, overrides: Seque
     """Choose a row's step size by validation accuracy, then test it; a diverged run is the worst of its grid."""
     jobs = candidates(experiment, row, overrides)
     tried: list[tuple[Job, float | None]] = []
-    for job in jobs if len(jobs) > 1 else ():  # a grid of one leaves nothing to choose
+    for job in trials(jobs):
         result = run(job)
         tried.append((job, None if result is None else accuracy(result)))
     best: tuple[Job, float] | None = None
     for job, value in tried:
         if value is not None and (best is None or value > best[1]):  # of equals the first, which is the smallest step
             best = job, value
-    if best is None and len(jobs) > 1:
+    if best is None and tried:
         return Outcome(row=row, tried=tuple(tried))
     chosen = jobs[0] if best is None else best[0]
     steps = sorted({job.lr for job in jobs})

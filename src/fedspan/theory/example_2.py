@@ -12,8 +12,9 @@ from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
 from fedspan.methods.pfl_mf import PflMf
 from fedspan.randomness import generator
+from fedspan.report.canvas import panels
 from fedspan.theory.groups import Score, coordinates, fit, grouped
-from fedspan.theory.outcome import BLUE, GREEN, GREY, RED, Outcome, panels
+from fedspan.theory.outcome import BLUE, GREEN, GREY, RED, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

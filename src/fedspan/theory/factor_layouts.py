@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedspan.layers import Layout
 from fedspan.methods.factorized_fl import FactorizedLocal
+from fedspan.report.canvas import panels
 from fedspan.theory.images import QUICK, Images, Size, accuracy, colour, epochs, network, settled
-from fedspan.theory.outcome import BLUE, GOLD, GREEN, GREY, RED, Outcome, panels
+from fedspan.theory.outcome import BLUE, GOLD, GREEN, GREY, RED, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

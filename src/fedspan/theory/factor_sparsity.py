@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedspan.methods.factorized_fl import FactorizedLocal
+from fedspan.report.canvas import panels
 from fedspan.theory.images import QUICK, Images, Size, accuracy, colour, corrections, epochs, network, nonzero, settled
-from fedspan.theory.outcome import BLUE, GREY, RED, Outcome, panels
+from fedspan.theory.outcome import BLUE, GREY, RED, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

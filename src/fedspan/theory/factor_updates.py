@@ -14,9 +14,10 @@ from torch import Tensor
 from fedspan.layers import in_head, part, structured
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.randomness import generator
+from fedspan.report.canvas import panels
 from fedspan.task import Task
 from fedspan.theory.images import QUICK, Images, Size, accuracy, digits, epochs, grey, network
-from fedspan.theory.outcome import BLUE, GREY, RED, Outcome, panels
+from fedspan.theory.outcome import BLUE, GREY, RED, Outcome
 from fedspan.tree import Params
 
 if TYPE_CHECKING:

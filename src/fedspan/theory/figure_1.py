@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fedspan.methods.pfl_mf import PflMfPaper
 from fedspan.randomness import generator
+from fedspan.report.canvas import panels
 from fedspan.report.palette import PAPER
-from fedspan.theory.outcome import BLUE, GOLD, GREEN, GREY, RED, Outcome, panels
+from fedspan.theory.outcome import BLUE, GOLD, GREEN, GREY, RED, Outcome
 from fedspan.theory.problem import quadratic
 from fedspan.theory.rounds import trajectory
 

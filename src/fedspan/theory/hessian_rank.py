@@ -23,8 +23,9 @@ from fedspan.hessian import StableRank, hessian_products, stable_rank
 from fedspan.local import sgd
 from fedspan.models import build
 from fedspan.randomness import generator, key
+from fedspan.report.canvas import panels
 from fedspan.task import Task
-from fedspan.theory.outcome import BLUE, GREY, RED, Outcome, panels
+from fedspan.theory.outcome import BLUE, GREY, RED, Outcome
 from fedspan.tree import Params
 
 if TYPE_CHECKING:

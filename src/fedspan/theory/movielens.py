@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedspan.report.canvas import panels
 from fedspan.theory.collaborative import factorise
-from fedspan.theory.outcome import BLUE, GREEN, GREY, RED, Outcome, panels
+from fedspan.theory.outcome import BLUE, GREEN, GREY, RED, Outcome
 from fedspan.theory.ratings import Ratings, bias_model, load, mean_only, split, truncated_svd
 
 if TYPE_CHECKING:

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedspan.report.canvas import bare
-from fedspan.report.palette import PAPER
+from fedspan.whole import write_whole
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BLUE, RED, GREEN, GOLD, GREY = "#0072b2", "#d55e00", "#009e73", "#e0a800", "#8a8f98"
@@ -33,21 +31,8 @@ class Outcome:
     def write(self, path: Path) -> Path:
         """Write the numbers as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.numbers, indent=1, allow_nan=False) + "\n")
+        write_whole(path, json.dumps(self.numbers, indent=1, allow_nan=False) + "\n")
         return path
-
-
-def panels(width: float, height: float, titles: Sequence[tuple[str, str]]) -> tuple[Figure, list[Axes]]:
-    """A figure with one set of axes per (title, label of x), side by side; no pyplot, so nothing lingers."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, len(titles), k + 1) for k in range(len(titles))]
-    for a, (title, x) in zip(axes, titles):
-        bare(a, title, x)
-    return figure, axes
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fedspan.methods.pfl_mf import PflMfPaper
+from fedspan.report.canvas import panels
 from fedspan.report.palette import GRID
 from fedspan.theory.curvature import MARGIN, lipschitz, visited
 from fedspan.theory.noise import Noisy, noisy
-from fedspan.theory.outcome import BLUE, GOLD, GREEN, GREY, RED, Outcome, panels, slope
+from fedspan.theory.outcome import BLUE, GOLD, GREEN, GREY, RED, Outcome, slope
 from fedspan.theory.problem import Problem, random_logistic, random_quadratic
 from fedspan.theory.rounds import trajectory
 

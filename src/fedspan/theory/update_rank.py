@@ -10,8 +10,9 @@ from fedspan import lowrank
 from fedspan.errors import ConfigError
 from fedspan.layers import part, structured
 from fedspan.methods.fedloru import FedLoRU
+from fedspan.report.canvas import panels
 from fedspan.simulate import Simulation
-from fedspan.theory.outcome import BLUE, GREY, Outcome, panels
+from fedspan.theory.outcome import BLUE, GREY, Outcome
 from fedspan.tree import Params
 
 if TYPE_CHECKING:
