@@ -1,13 +1,15 @@
 """Break a real federation on the loopback address and see what is left.
 
-    python tests/tools/deploy_faults.py [same node superlink serverapp strangers rounds ...]
+    python tests/tools/deploy_faults.py [same node superlink serverapp strangers replay rounds ten ...]
 
 same       the deployed run has the simulator's numbers
 node       kill -9 a node's processes in a round: the round ends at its deadline, the node returns with its state
 superlink  kill -9 the SuperLink in a run: a new run goes on, at most one round is lost
 serverapp  kill -9 the ServerApp in a run: likewise
 strangers  A1: six bad nodes; A2: five control actions through the proxy (needs nginx)
+replay     A3: a node sends every update again, changed, and from an old round: each counts once
 rounds     seconds per round with almost no work, without and with warm workers
+ten        ten nodes for ten rounds without a failure; bytes as fedspan counts them and as they pass by
 
 Without names: all. Every process is stopped by its number at the end; the exit code is 0 only if all held.
 """
@@ -19,15 +21,18 @@ import os
 import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +62,71 @@ SIGNS = re.compile(r'POST /v1/fleet/[a-z-]+ HTTP/1.1" 4\d\d')
 PATIENCE = 900.0  # a busy machine takes long to start anything
 
 
+class Meter:
+    """Passes connections on to a port of this machine and counts what goes by, TLS and all."""
+
+    def __init__(self, target: int) -> None:
+        self.target, self.up, self.down = target, 0, 0
+        self._lock = threading.Lock()
+        self._door = socket.create_server((LOOPBACK, 0))
+        self.port = int(self._door.getsockname()[1])
+        threading.Thread(target=self._admit, daemon=True).start()
+
+    def close(self) -> None:
+        self._door.close()
+
+    def _admit(self) -> None:
+        while True:
+            try:
+                guest, _ = self._door.accept()
+                host = socket.create_connection((LOOPBACK, self.target))
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._pump, args=(guest, host, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(host, guest, False), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+                with self._lock:
+                    self.up, self.down = self.up + len(data) * up, self.down + len(data) * (not up)
+        except OSError:
+            pass  # one of the two has gone
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
 class Federation:
     """A server and its nodes in a folder of their own."""
 
-    def __init__(self, folder: Path, nodes: int, warm: bool = True) -> None:
+    meter: Meter | None
+
+    def __init__(self, folder: Path, nodes: int, warm: bool = True, metered: bool = False) -> None:
         self.folder, self.warm = folder, warm
         self.names = [f"node-{i}" for i in range(nodes)]
         make_keys(folder, self.names)
         self.server = Deployment(folder / "server")
+        self.metered, self.meter = metered, None
 
     def start(self) -> None:
         self.server.start(seconds=PATIENCE)
         self.server.register()
+        self.meter = Meter(self.server.port) if self.metered else None
         for i in range(len(self.names)):
             self.start_node(i)
 
     def start_node(self, i: int) -> None:
-        where = f"{LOOPBACK}:{self.server.port}"
+        where = f"{LOOPBACK}:{self.meter.port if self.meter else self.server.port}"
         start_node(self.folder / self.names[i], where, {"partition": i}, warm=self.warm, seconds=PATIENCE)
 
     def stop(self) -> None:
         for name in self.names:
             processes.stop(self.folder / name)
         self.server.stop()
+        if self.meter:
+            self.meter.close()
 
     def order(self, *overrides: str, deadline: float = 300.0, quorum: float = 0.5) -> tuple[str, int]:
         config = load_config(LOCAL, [f"partition.clients={len(self.names)}", *overrides]).resolve()
@@ -109,9 +156,9 @@ class Federation:
 
 
 @contextmanager
-def federation(nodes: int = 3, warm: bool = True) -> Iterator[Federation]:
+def federation(nodes: int = 3, warm: bool = True, metered: bool = False) -> Iterator[Federation]:
     folder = Path(tempfile.mkdtemp(prefix="fedspan-faults-"))
-    made = Federation(folder, nodes, warm)
+    made = Federation(folder, nodes, warm, metered)
     before = {p.pid for p in psutil.process_iter()}
     try:
         made.start()
@@ -160,7 +207,7 @@ def same() -> bool:
     """Simulator and deployment agree."""
     good = True
     with federation() as f:
-        for name in ("fedavg", "fedrep", "pfl-mf", "factorized-fl-alpha", "fedloru"):
+        for name in ("fedavg", "fedrep", "pfl-mf", "factorized-fl-alpha", "fedloru", "fedara"):
             more = [f"name={name}", f"method.name={name}", "rounds=2", "train.evaluate_every=2"]
             more += ["method.rank=2"] if name == "fedloru" else []
             text = LOCAL.read_text() if name == "pfl-mf" else LOCAL.read_text().replace("rank = 3\n", "")
@@ -385,6 +432,106 @@ def _control(f: Federation) -> bool:
         processes.stop(where)
 
 
+def replay() -> bool:
+    """Updates sent more than once count once."""
+    more = ("rounds=3", "train.evaluate_every=3")
+    with federation() as f:
+        processes.stop(f.folder / f.names[2])  # from here on this process speaks for it, with its key
+        name, number = f.order(*more)
+        over, tried = threading.Event(), Counter[str]()
+        greedy = threading.Thread(target=_send_again, args=(f, f.folder / f.names[2], over, tried))
+        greedy.start()
+        try:
+            f.wait(name, number)
+        finally:
+            over.set()
+            greedy.join(60)
+        lines, equal = f.lines(name), tree.digest(simulated(*more)) == tree.digest(f.state(name))
+        print(f"  {dict(tried)}; answered {[line['answered'] for line in lines]}")
+        print(f"  bit for bit the state of a simulation in which everybody sends once: {equal}")
+        return equal and all(line["answered"] == 3 for line in lines) and tried["again"] == tried["changed"] == 3
+
+
+def _send_again(f: Federation, folder: Path, over: threading.Event, tried: Counter[str]) -> None:
+    """A node that answers as it should, and then sends its update again, a changed one, and those of old rounds."""
+    import httpx
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.app import Message
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+    from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
+    from flwr.supernode.fleet_http_connection import http_request_response
+
+    from fedspan.flower.envelope import seal, unseal
+    from fedspan.flower.service import Service
+
+    key: Any = load_ssh_private_key((folder / "key").read_bytes(), None)
+    where = f"{LOOPBACK}:{f.server.port}"
+    certificate = (folder / "ca.crt").read_bytes()
+    experiment = f.server.order("local").experiment
+    service, old = Service(folder), list[Message]()
+    with http_request_response(where, False, certificate, (key, key.public_key()), max_retries=2) as connection:
+        receive, send, pull, push, confirm = (connection[i] for i in (1, 2, 5, 6, 7))
+
+        def post(message: Message, kind: str) -> None:
+            tried[kind] += 1
+            try:
+                missing, session = send(message, get_object_tree(message), 0.1)
+                for number, some in get_all_nested_objects(message).items():
+                    if number in missing:
+                        push(message.metadata.run_id, session, number, some.deflate())
+            except (httpx.HTTPError, RuntimeError):
+                if kind == "right":
+                    raise
+                tried[f"{kind}, refused by Flower"] += 1
+
+        while not over.wait(0.2):
+            got = receive()
+            if got is None:
+                continue
+            head, objects = got
+            run = head.metadata.run_id
+            request = pull_and_inflate_object_from_tree(
+                objects, lambda o, run=run: pull(run, o), lambda o, run=run: confirm(run, o), return_type=Message
+            )
+            request.metadata.__dict__["_message_id"] = objects.object_id
+            facts, payload = service.handle(experiment, *unseal(request.content))
+
+            def answer(payload: bytes, request: Message = request, facts: Any = facts) -> Message:
+                made = Message(seal(facts, payload), reply_to=request)
+                made.metadata.__dict__["_message_id"] = made.object_id
+                return made
+
+            right = answer(payload)
+            post(right, "right")
+            if facts["do"] == "train":
+                post(right, "again")
+                post(answer(payload[:-4] + b"\0\0\x80?"), "changed")
+                for earlier in old:
+                    post(earlier, "old")
+                old.append(right)
+
+
+def ten() -> bool:
+    """Ten nodes, ten rounds; bytes counted and bytes that went by."""
+    with federation(10, metered=True) as f:
+        assert f.meter is not None
+        before = f.meter.up, f.meter.down
+        more = ("method.name=fedavg", "method.lr=0.1", "model.hidden=[2048]", "rounds=10", "train.evaluate_every=10")
+        globals()["LOCAL"] = f.folder / "exp.toml"
+        LOCAL.write_text((Path(fedspan.flower.__file__).parent / "local.toml").read_text().replace("rank = 3\n", ""))
+        f.wait(*f.order(*more))
+        globals()["LOCAL"] = Path(fedspan.flower.__file__).parent / "local.toml"
+        lines = f.lines("local")
+        answered, took = [line["answered"] for line in lines], [line["seconds"] for line in lines]
+        print(f"  answered {answered}; {', '.join(f'{s:.1f}' for s in took)} s")
+        good = answered == [10] * 10 and not any(line["refused"] or line["missing"] for line in lines)
+        for way, wire in (("up", f.meter.up - before[0]), ("down", f.meter.down - before[1])):
+            counted = sum(line["bytes"][way] for line in lines)
+            print(f"  {way}: counted {counted:,} bytes, on the wire {wire:,} ({wire / counted:.3f} x)")
+            good &= counted <= wire
+        return good
+
+
 def rounds() -> bool:
     """Seconds per round with almost no work."""
     for warm in (False, True):
@@ -396,7 +543,7 @@ def rounds() -> bool:
     return True
 
 
-SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, rounds)}
+SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, replay, rounds, ten)}
 
 if __name__ == "__main__":
     failed = []
