@@ -20,7 +20,7 @@ from flwr.app import Error, Message
 from conftest import assert_same, failing, make_data, make_task
 from fedspan import tree, wire
 from fedspan.errors import CheckpointError, ConfigError, Refused
-from fedspan.flower import worker
+from fedspan.flower import starter, worker
 from fedspan.flower.envelope import seal, unseal
 from fedspan.flower.experiment import read_config
 from fedspan.flower.gate import Declared, admit, too_large
@@ -320,6 +320,27 @@ def test_a_worker_answers_its_owner_and_says_what_went_wrong(tmp_path: Path, mon
     assert worker.call(tmp_path, {"experiment": "e", "facts": {"a": 1}}, body) == ({"got": "e", "a": 1}, body[::-1])
     with pytest.raises(worker.WorkerFault, match="told to fail"):
         worker.call(tmp_path, {"experiment": "e", "facts": {"fail": True}}, b"")
+
+
+def test_the_starter_forks_flowers_program_and_without_it_the_program_runs_itself(tmp_path: Path) -> None:
+    program = starter.install(tmp_path) / starter.PROGRAM
+
+    def asked() -> str:
+        return subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert "--runtime-api-address" in asked()
+    env = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
+    command = [sys.executable, "-u", "-m", "fedspan.flower.starter", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "Ready.\n"
+            assert asked() == ""  # it is the fork that speaks, where the starter does
+            assert process.stdout.readline().startswith("usage: flwr-clientapp")
+        finally:
+            process.terminate()
+    assert not (tmp_path / starter.NOTE).exists()
+    assert "--runtime-api-address" in asked()
 
 
 def test_what_flower_starts_for_every_message_imports_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import time
 import urllib.request
@@ -14,7 +15,7 @@ import torch
 
 from fedspan.config import RunConfig, to_toml
 from fedspan.errors import ConfigError, FedspanError, safe_name
-from fedspan.flower import processes
+from fedspan.flower import processes, starter, worker
 from fedspan.flower.experiment import Kind
 from fedspan.flower.server import Roster
 from fedspan.flower.terms import Terms
@@ -226,7 +227,7 @@ experiment = {json.dumps(experiment)}
 def start_node(
     folder: Path, superlink: str, settings: dict[str, Any], *, warm: bool = True, seconds: float = 120.0
 ) -> None:
-    """Start a node: its warm worker, if wanted, and the SuperNode that connects to the server.
+    """Start a node: its warm worker and its starter, if wanted, and the SuperNode that connects to the server.
 
     Args:
         folder: the node's folder of `make_keys`.
@@ -242,12 +243,14 @@ def start_node(
         raise ConfigError(f"Deploy: the node in {folder} is running already. Stop it first: fedspan deploy stop.")
     (folder / "node.json").write_text(json.dumps(settings, indent=1))
     env = processes.environment(folder / "flwr", FEDSPAN_NODE=str(folder))
-    if warm:
-        (folder / "worker.json").unlink(missing_ok=True)
-        processes.start(folder, "worker", [sys.executable, "-m", "fedspan.flower.worker", str(folder)], env)
-    processes.start(folder, "supernode", node_command(folder, superlink), env)
-    if warm:
-        processes.wait_for("the worker", (folder / "worker.json").exists, seconds, folder, "worker")
+    helpers = {"worker": worker.NOTE, "starter": starter.NOTE} if warm else {}
+    for name, note in helpers.items():
+        (folder / note).unlink(missing_ok=True)
+        processes.start(folder, name, [sys.executable, "-m", f"fedspan.flower.{name}", str(folder)], env)
+    first = {"PATH": f"{starter.install(folder)}{os.pathsep}{env['PATH']}"} if warm else {}
+    processes.start(folder, "supernode", node_command(folder, superlink), env | first)
+    for name, note in helpers.items():
+        processes.wait_for(f"the {name}", (folder / note).exists, seconds, folder, name)
 
 
 def node_command(folder: Path, superlink: str) -> list[str]:
