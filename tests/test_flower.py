@@ -28,6 +28,7 @@ from fedspan.flower.keys import make_keys
 from fedspan.flower.proxy import nginx
 from fedspan.flower.server import Server
 from fedspan.flower.terms import Terms
+from fedspan.method import model_at
 from fedspan.methods import FedAvg, FedLoRU, FedRep, make
 from fedspan.tree import Outer
 from flower_grid import FIRST_NODE, FakeGrid, deployed, deployed_on, experiment_of, held_by
@@ -371,7 +372,15 @@ def test_what_only_a_simulation_has_is_refused(section: str, message: str) -> No
         read_config(section)
 
 
-def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("client", "sections"),
+    [
+        (0, '[model]\nkind = "mlp"\nhidden = [8]\n[method]\nname = "fedrep"\n'),
+        (1, '[model]\nkinds = ["cnn", "mlp"]\npadding = 2\nhidden = [512]\n[method]\nname = "local"\n'),
+    ],
+    ids=["one kind of model", "a kind of its own"],
+)
+def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path, client: int, sections: str) -> None:
     import numpy as np
     from safetensors import safe_open
 
@@ -385,16 +394,19 @@ def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path) -> None:
     y = (x[:, 0, 0, 0] > 0.5).astype(np.int64)
     np.savez(tmp_path / "own.npz", x=x, y=y)
     (node / "node.json").write_text(json.dumps({"data": str(tmp_path / "own.npz")}))
-    text = 'name = "t"\nrounds = 1\n[partition]\nclients = 2\n[model]\nkind = "mlp"\nhidden = [8]\n'
-    text += '[method]\nname = "fedrep"\n'
+    text = f'name = "t"\nrounds = 1\n[partition]\nclients = 2\n{sections}'
     service = Service(node)
     made = service.node(text)
     method, task = made.experiment.method, made.experiment.task
+    capacity = made.experiment.capacity(client)
+    task = model_at(method, task, capacity)
     server = method.init_server(task, made.experiment.federation(2))
-    down = wire.pack({"down": dict(method.download(server, torch.tensor([0]), None, 1).shared), "news": {}})
-    asked = {"do": "hello", "round": 1, "client": 0, "clients": 2, "lineage": "ab12", "coded": {}, "told": 0, "base": 0}
+    down = wire.pack({"down": dict(method.download(server, torch.tensor([client]), capacity, 1).shared), "news": {}})
+    asked = {"do": "hello", "round": 1, "client": client, "clients": 2, "lineage": "ab12", "coded": {}, "told": 0}
+    asked["base"] = 0
     assert service.handle(text, asked, b"")[0]["examples"] == 45
-    assert service.handle(text, asked | {"do": "train"}, down)[0]["weight"] == 1.0  # FedRep weighs all alike
+    # FedRep weighs all alike, and an average of nothing has no weights.
+    assert service.handle(text, asked | {"do": "train"}, down)[0]["weight"] in (1.0, 45.0)
     sums = service.handle(text, asked | {"do": "evaluate"}, down)[0]["sums"]
     assert sums["n"] == 15
     right = call("deploy", "predict", str(node), "--data", str(tmp_path / "own.npz")).stderr

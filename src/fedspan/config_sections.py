@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -61,7 +62,7 @@ class PartitionConfig:
 class ModelConfig:
     """`[model]`: a name of `fedspan.models.MODELS` or 'package.module:Class', the head's prefix, and its options.
 
-    With `kinds` clients take several of these in turn; options go for all of them.
+    With `kinds` clients take several of these in turn; an option goes for all of them that have it.
     """
 
     kind: str = "mlp"
@@ -75,28 +76,32 @@ class ModelConfig:
                 raise ConfigError(f"Model: {name} comes from the data and cannot be set. Remove it.")
         if self.kinds:
             object.__setattr__(self, "kind", self.kinds[0])
-        options = dict(self.options)
-        for kind in self.kinds or (self.kind,):
-            options |= self._filled(kind)
-        object.__setattr__(self, "options", options)
-
-    def _filled(self, kind: str) -> dict[str, Any]:
-        """The options of a kind, those that are not given with their defaults."""
-        if ":" in kind:
-            return self.options
-        if kind not in MODELS:
-            raise ConfigError(f"Model: unknown kind '{kind[:60]}'.{nearest(kind[:60], MODELS)}")
-        known = MODELS[kind].options
+        kinds = self.kinds or (self.kind,)
+        if any(":" in kind for kind in kinds):
+            return  # what a class of the user's own takes is not known
+        known: dict[str, Any] = {}
+        for kind in kinds:
+            known |= self._known(kind)
         for name in self.options:
             if name not in known:
                 hint = nearest(name, [*known, "kind", "kinds", "head"])
-                raise ConfigError(f"Model: kind '{kind}' has no option '{name[:60]}'.{hint}")
+                raise ConfigError(f"Model: kind '{', '.join(kinds)}' has no option '{name[:60]}'.{hint}")
         filled = {**known, **self.options}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in filled.items() if v is not None}
+        options = {k: list(v) if isinstance(v, tuple) else v for k, v in filled.items() if v is not None}
+        object.__setattr__(self, "options", options)
+
+    def _known(self, kind: str) -> Mapping[str, Any]:
+        """The options of a kind, with their defaults."""
+        if kind not in MODELS:
+            raise ConfigError(f"Model: unknown kind '{kind[:60]}'.{nearest(kind[:60], MODELS)}")
+        return MODELS[kind].options
 
     def module(self, shape: tuple[int, ...], classes: int, kind: str | None = None) -> nn.Module:
         """Build the model (of several the one of that kind); its weights come from torch's generator."""
-        return build(kind or self.kind, shape, classes, **self.options)
+        kind, options = kind or self.kind, self.options
+        if self.kinds and ":" not in kind:
+            options = {k: v for k, v in options.items() if k in self._known(kind)}
+        return build(kind, shape, classes, **options)
 
 
 def known_shape(data: DataConfig) -> tuple[tuple[int, ...], int] | None:

@@ -225,7 +225,7 @@ def same() -> bool:
 def node() -> bool:
     """Kill -9 a node in a round."""
     with federation() as f:
-        name, number = f.order("rounds=4", "train.evaluate_every=4", deadline=60.0)
+        name, number = f.order("rounds=16", "train.evaluate_every=16", deadline=60.0)
         f.until_round(name, 1)
         victim = f.folder / f.names[2]
         held = sorted(p.name for p in (victim / "state").glob("*/manifest-*.json"))
@@ -243,7 +243,8 @@ def node() -> bool:
         print(f"  answered {answered}, longest round {longest:.0f} s; states before {held}, after {kept}")
         missed = [line["missing"] for line in lines if line["missing"]]
         print(f"  missing: {missed}")
-        return len(lines) == 4 and not any(line["skipped"] for line in lines) and len(held) > 0 and longest < 75
+        back = answered[-1] == 3 and 2 in answered and len(kept) > 0
+        return len(lines) == 16 and not any(line["skipped"] for line in lines) and back and longest < 75
 
 
 def _resumed(kill: Callable[[Federation], None]) -> bool:
