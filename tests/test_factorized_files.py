@@ -13,7 +13,7 @@ from fedspan.methods import METHODS
 from fedspan.reproductions import available, candidates, load_experiment
 from fedspan.reproductions.grid import config_of
 
-NAMES = [n for n in available() if n.startswith("factorized-fl/")]
+NAMES = [n for n in available() if n.startswith("factorized-fl/table1")]
 PERMUTED = [n for n in NAMES if "permuted" in n or "domains" in n]
 # What the rows are made of; those that are registered are checked field by field.
 USED = {
@@ -43,6 +43,19 @@ def test_every_row_is_a_valid_experiment(name: str) -> None:
                 assert (config.partition.split, config.partition.clients) == ("common", 20)
                 long = (config.rounds, config.train.epochs)
                 assert config.train.participation == 1.0 and long == ((8, 1) if experiment.quickened else (20, 2))
+
+
+def test_lambda_is_all_that_differs_in_the_ablation() -> None:
+    e, table = load_experiment("factorized-fl/ablation-sparsity"), load_experiment("table1-cifar10-permuted-iid")
+    assert {**e.base, "name": ""} == {**table.base, "name": ""} and not e.missing
+    five, thinned = e.rows[:5], e.rows[5:]
+    assert [row.fields["lam"] for row in five] == [0.0, 1e-4, 5e-4, 1.5e-3, 5e-3]
+    assert [row.fields["down_share"] for row in thinned] == [0.5, 0.2]
+    assert (
+        len({str(config_of(e, row, 0.01, {}, []).method | row.fields | {"lam": 0, "down_share": 0}) for row in five})
+        == 1
+    )
+    assert len({job.folder for row in e.rows for job in candidates(e, row)}) == 2  # one choice for all
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -534,8 +534,9 @@ def test_what_the_server_knows_can_be_shown() -> None:
     found = sim.method.monitor(sim.record.server)
     assert set(found) == {
         *("likeness_v", "likeness_v_min", "likeness_u", "likeness_u_min"),
-        *("neighbours", "mu_nonzero"),
+        *("neighbours", "mu_nonzero", "mu_nonzero_received"),
     }
+    assert found["mu_nonzero_received"] >= found["mu_nonzero"]  # an average has the union of the supports
     known = int((seen["n"] > 0).sum())
     assert found["neighbours"] == known - 1 and found["likeness_v_min"] <= found["likeness_v"] <= 1
     assert FactorizedFL().monitor(run(FactorizedFL(), rounds=0).record.server) == {}

@@ -235,6 +235,9 @@ def test_end_to_end_and_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [r["row"] for r in rows] == ["Local", "pFL-MF r=2 (paper form)", "FedAvg, far too fast"]
     assert float(rows[0]["ours"]) == pytest.approx(100 * local["mean"]) and rows[2]["ours"] == ""
     assert rows[1]["fields"] == "rank=2" and rows[1]["rule"]
+    first = json.loads((here / "out" / result["rows"][1]["tests"][0]["directory"] / "result.json").read_text())["bytes"]
+    assert float(rows[1]["mb_up"]) == pytest.approx(first["up"] / 1e6) and float(rows[1]["mb_down"]) > 0
+    assert float(rows[0]["mb_up"]) == 0 and rows[2]["mb_up"] == ""
 
     # The report of such a directory is that of its test runs: two seeds of two rows, no choice of step sizes.
     shown = list(csv.DictReader(call("report", "out", "--format", "csv").stdout.splitlines()))

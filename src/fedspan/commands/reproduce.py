@@ -154,7 +154,7 @@ def _write(
 def _conclude(where: Path, experiment: Experiment, outcomes: Sequence[Outcome], everything: bool) -> None:
     from fedspan.reproductions import TITLES, cells
 
-    show(table(TITLES, cells(experiment, outcomes, everything), right=(1, 2, 4, 5)))
+    show(table(TITLES, cells(experiment, outcomes, everything), right=(1, 2, 3, 5, 6, 7)))
     if experiment.quickened:
         note("quick: not comparable with the paper.")
     say(f"Table: {where / 'table.md'}, {where / 'table.csv'}; everything: {where / 'result.json'}")

@@ -83,6 +83,11 @@ class Outcome:
         times = [sum(r["seconds"].values()) for _, r in self.tests if r is not None]
         return statistics.fmean(times) if times else None
 
+    def megabytes(self, *ways: str) -> float | None:
+        """What a test run sent in these ways ("up", "down", "announce"), mean over seeds."""
+        sent = [sum(r["bytes"][way] for way in ways) / 1e6 for _, r in self.tests if r is not None]
+        return statistics.fmean(sent) if sent else None
+
 
 def accuracy(result: Result) -> float:
     """Mean accuracy over clients at the end of a run.

@@ -12,7 +12,7 @@ from fedspan.config import RunConfig
 from fedspan.reproductions.files import Experiment
 from fedspan.reproductions.grid import Outcome
 
-TITLES = ("row", "paper %", "ours %", "lr chosen", "seconds per run", "difference")
+TITLES = ("row", "paper %", "ours %", "difference", "lr chosen", "MB up", "MB down", "seconds per run")
 NOT_HERE = "not here yet"
 
 
@@ -49,11 +49,14 @@ def describe(experiment: Experiment, config: RunConfig, seeds: int, tuned: bool 
 def cells(experiment: Experiment, outcomes: Sequence[Outcome], everything: bool) -> list[tuple[str, ...]]:
     """The cells of the table in the order of `TITLES`; `everything` adds what the paper has and fedspan has not."""
     rows: list[tuple[str, ...]] = [
-        (o.row.label, _paper(experiment, o.row.paper), _ours(o), _lr(o), _seconds(o), _difference(experiment, o))
+        (
+            *(o.row.label, _paper(experiment, o.row.paper), _ours(o), _difference(experiment, o), _lr(o)),
+            *(_number(v) for v in (o.megabytes("up"), o.megabytes("down", "announce"), o.seconds)),
+        )
         for o in outcomes
     ]
     if everything:
-        rows += [(label, _paper(experiment, label), NOT_HERE, "", "", "") for label in experiment.missing]
+        rows += [(label, _paper(experiment, label), NOT_HERE, *[""] * 5) for label in experiment.missing]
     return rows
 
 
@@ -78,8 +81,8 @@ def _lr(o: Outcome) -> str:
     return o.chosen.setting.removeprefix("lr ") + (" *" if o.at_edge else "")
 
 
-def _seconds(o: Outcome) -> str:
-    return "" if o.seconds is None else f"{o.seconds:,.1f}"
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
 
 
 def _gap(experiment: Experiment, o: Outcome) -> float | None:
@@ -100,7 +103,7 @@ def to_markdown(experiment: Experiment, said: Sequence[str], rows: Sequence[Sequ
         clean = [html.escape(t, quote=False).replace("\\", "\\\\").replace("|", "\\|") for t in texts]
         return f"| {' | '.join(clean)} |\n"
 
-    head = line(TITLES) + "| :-- | --: | --: | :-- | --: | --: |\n"
+    head = line(TITLES) + "| :-- | --: | --: | --: | :-- | --: | --: | --: |\n"
     said = [html.escape(s, quote=False).replace("*", "\\*") for s in said]
     return f"# {experiment.name}\n\n" + "\n\n".join(said) + "\n\n" + head + "".join(line(r) for r in rows)
 
@@ -111,7 +114,7 @@ def to_csv(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
         ["row", "method", "fields", "paper", "paper_spread", "ours", "std_over_seeds", "weighted_by_examples"]
-        + ["seeds", "diverged_seeds", "lr", "rule", "seconds_per_run", "difference"]
+        + ["seeds", "diverged_seeds", "lr", "rule", "mb_up", "mb_down", "seconds_per_run", "difference"]
     )
     for o in outcomes:
         figure = experiment.paper.values[o.row.paper] if o.row.paper else []
@@ -124,7 +127,7 @@ def to_csv(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
         words = [o.row.label, o.row.method, _pairs(o.row.fields)]
         # A spreadsheet would run a cell that starts like a formula.
         words = ["'" + w if w[:1] in ("=", "+", "-", "@") else w for w in words]
-        last = [o.seconds, _gap(experiment, o)]
+        last = [o.megabytes("up"), o.megabytes("down", "announce"), o.seconds, _gap(experiment, o)]
         writer.writerow(["" if v is None else v for v in (*words, *numbers, *chosen, *last)])
     return out.getvalue()
 
@@ -152,6 +155,8 @@ def to_json(experiment: Experiment, said: Sequence[str], outcomes: Sequence[Outc
             "lr": None if o.chosen is None else o.chosen.lr,
             "rule": {} if o.chosen is None else dict(o.chosen.rule),
             "lr_at_edge": o.at_edge,
+            "megabytes_up": o.megabytes("up"),
+            "megabytes_down": o.megabytes("down", "announce"),
             "seconds_per_run": o.seconds,
             "difference": _gap(experiment, o),
             "validation": [
