@@ -31,7 +31,8 @@ class PflMf(Cosine):
     numbers), or the sums M = Δθ vᵀ and C = v vᵀ (`wire = "full"`), which a secure sum could add up.
 
     The default is not the paper's algorithm but what makes it work: only the head is factorised, all v start alike and
-    are fitted on cached features, θ_i is trained like any network, and the server fits U to all Δθ_i at once.
+    are fitted on cached features, θ_i is trained like any network, the server fits U to all Δθ_i at once, and before a
+    model is used its v is fitted again to the U of the day (`refresh`; costs no upload).
     `PflMf.paper()` (pfl-mf-paper) is Algorithm 1 to the letter; pfl-mf-joint is what the published code does.
     """
 
@@ -57,7 +58,7 @@ class PflMf(Cosine):
     max_shared_step: float | None = None
     start: Literal["common", "random", "published"] = "common"
     wire: Literal["rank-one", "full"] = "rank-one"
-    refresh: bool = False
+    refresh: bool = True
     gauge_every: int = 0
     rank_start: int = 30
     rank_round: int = 10
@@ -392,6 +393,7 @@ class PflMfPaper(PflMf):
     server_step: Literal["scaled", "plain", "literal"] = "plain"
     start: Literal["common", "random", "published"] = "random"
     weighting: Literal["samples", "uniform"] = "uniform"
+    refresh: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,3 +409,4 @@ class PflMfJoint(PflMf):
     v_prior: float = 0.0
     u_update: Literal["train", "gradient", "joint"] = "joint"
     start: Literal["common", "random", "published"] = "published"
+    refresh: bool = False
