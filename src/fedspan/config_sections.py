@@ -77,11 +77,12 @@ class ModelConfig:
         if self.kinds:
             object.__setattr__(self, "kind", self.kinds[0])
         kinds = self.kinds or (self.kind,)
-        if any(":" in kind for kind in kinds):
-            return  # what a class of the user's own takes is not known
+        named = [kind for kind in kinds if ":" not in kind]
         known: dict[str, Any] = {}
-        for kind in kinds:
+        for kind in named:
             known |= self._known(kind)
+        if len(named) < len(kinds):
+            return  # what a class of the user's own takes is not known
         for name in self.options:
             if name not in known:
                 hint = nearest(name, [*known, "kind", "kinds", "head"])

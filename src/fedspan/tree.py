@@ -198,6 +198,12 @@ def nbytes(tree: Any) -> int:
     return sum(t.numel() * t.element_size() for t in leaves(tree))
 
 
+def nonzero_share(tree: Any) -> float:
+    """The share of entries that are not zero."""
+    parts = leaves(tree)
+    return sum(int(t.count_nonzero()) for t in parts) / sum(t.numel() for t in parts)
+
+
 def dot(x: Any, y: Any) -> Tensor:
     """Sum of the products of all entries; can be differentiated and mapped."""
     parts = [(a * b).sum() for a, b in zip(leaves(x), leaves(y), strict=True)]

@@ -128,8 +128,10 @@ class Federation:
         if self.meter:
             self.meter.close()
 
-    def order(self, *overrides: str, deadline: float = 300.0, quorum: float = 0.5) -> tuple[str, int]:
-        config = load_config(LOCAL, [f"partition.clients={len(self.names)}", *overrides]).resolve()
+    def order(
+        self, *overrides: str, file: Path = LOCAL, deadline: float = 300.0, quorum: float = 0.5
+    ) -> tuple[str, int]:
+        config = load_config(file, [f"partition.clients={len(self.names)}", *overrides]).resolve()
         kind = kind_of(config)
         assert kind is not None
         return config.name, self.server.submit(config, kind, Terms(deadline=deadline, quorum=quorum, wait=120))
@@ -182,8 +184,8 @@ def _ours(p: psutil.Process, folder: Path) -> bool:
         return False
 
 
-def simulated(*overrides: str, clients: int = 3) -> Any:
-    config = load_config(LOCAL, [f"partition.clients={clients}", *overrides]).resolve()
+def simulated(*overrides: str, file: Path = LOCAL, clients: int = 3) -> Any:
+    config = load_config(file, [f"partition.clients={clients}", *overrides]).resolve()
     method, task, data = assemble(config)
     settings = Settings(**{**vars(config.train), "mapping": "loop", "workers": 1, "evaluate_every": 1000})
     sim = Simulation(method, task, data, rounds=config.rounds, seed=config.seed, settings=settings)
@@ -211,14 +213,13 @@ def same() -> bool:
             more = [f"name={name}", f"method.name={name}", "rounds=2", "train.evaluate_every=2"]
             more += ["method.rank=2"] if name == "fedloru" else []
             text = LOCAL.read_text() if name == "pfl-mf" else LOCAL.read_text().replace("rank = 3\n", "")
-            (f.folder / "exp.toml").write_text(text.replace("lr = 0.5", "lr = 0.1"))
-            globals()["LOCAL"] = f.folder / "exp.toml"
-            f.wait(*f.order(*more))
-            expected, found = simulated(*more), f.state(name)
+            file = f.folder / "exp.toml"
+            file.write_text(text.replace("lr = 0.5", "lr = 0.1"))
+            f.wait(*f.order(*more, file=file))
+            expected, found = simulated(*more, file=file), f.state(name)
             equal, difference = tree.digest(expected) == tree.digest(found), gap(expected, found)
             print(f"  {name}: bits equal {equal}, largest relative difference {difference:.1e}", flush=True)
             good &= difference <= 1e-6
-    globals()["LOCAL"] = Path(fedspan.flower.__file__).parent / "local.toml"
     return good
 
 
@@ -518,10 +519,9 @@ def ten() -> bool:
         assert f.meter is not None
         before = f.meter.up, f.meter.down
         more = ("method.name=fedavg", "method.lr=0.1", "model.hidden=[2048]", "rounds=10", "train.evaluate_every=10")
-        globals()["LOCAL"] = f.folder / "exp.toml"
-        LOCAL.write_text((Path(fedspan.flower.__file__).parent / "local.toml").read_text().replace("rank = 3\n", ""))
-        f.wait(*f.order(*more))
-        globals()["LOCAL"] = Path(fedspan.flower.__file__).parent / "local.toml"
+        file = f.folder / "exp.toml"
+        file.write_text(LOCAL.read_text().replace("rank = 3\n", ""))
+        f.wait(*f.order(*more, file=file))
         lines = f.lines("local")
         answered, took = [line["answered"] for line in lines], [line["seconds"] for line in lines]
         print(f"  answered {answered}; {', '.join(f'{s:.1f}' for s in took)} s")

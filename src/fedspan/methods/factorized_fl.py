@@ -361,7 +361,7 @@ class FactorizedFL(Sharing):
         """Likeness of v and u, how many are averaged, and the share of μ that is not zero: as sent, and as received."""
         found: dict[str, float] = {}
         if "mu" in server:
-            found["mu_nonzero"] = _nonzero(server["mu"])
+            found["mu_nonzero"] = tree.nonzero_share(server["mu"])
         if not self.personal_average:
             return found
         seen = server["seen"]
@@ -376,7 +376,7 @@ class FactorizedFL(Sharing):
         found["neighbours"] = float(self.members(seen)[known].sum(1).double().mean()) - 1
         if "mu" in server:  # of one client, as an average for each would cost as much as a round
             one = self.download(server, known[:1], None, int(seen["round"]) + 1).own
-            found["mu_nonzero_received"] = _nonzero(one["mu"])
+            found["mu_nonzero_received"] = tree.nonzero_share(one["mu"])
         return found
 
     def matrices(self, server: Tree) -> dict[str, Tensor]:
@@ -393,11 +393,6 @@ class FactorizedFL(Sharing):
         if "u" in server:  # not if all factorised layers are private
             both["u"] = cosine(torch.cat([p.flatten(1) for p in server["u"].values()], 1))
         return {k: sigma.masked_fill(~(known[:, None] & known[None, :]), torch.nan) for k, sigma in both.items()}
-
-
-def _nonzero(mu: Params) -> float:
-    """The share of entries that are not zero."""
-    return sum(int(p.count_nonzero()) for p in mu.values()) / sum(p.numel() for p in mu.values())
 
 
 @dataclass(frozen=True, kw_only=True)

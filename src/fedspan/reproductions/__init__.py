@@ -2,9 +2,10 @@
 
 from fedspan.reproductions.files import Experiment, Row, available, load_experiment
 from fedspan.reproductions.grid import Job, Outcome, Result, candidates, finals, reproduce_row, trials
-from fedspan.reproductions.tables import TITLES, cells, describe, to_csv, to_json, to_markdown
+from fedspan.reproductions.tables import RIGHT, TITLES, cells, describe, to_csv, to_json, to_markdown
 
 __all__ = [
+    "RIGHT",
     "TITLES",
     "Experiment",
     "Job",

@@ -83,8 +83,17 @@ class Outcome:
         times = [sum(r["seconds"].values()) for _, r in self.tests if r is not None]
         return statistics.fmean(times) if times else None
 
-    def megabytes(self, *ways: str) -> float | None:
-        """What a test run sent in these ways ("up", "down", "announce"), mean over seeds."""
+    @property
+    def megabytes_up(self) -> float | None:
+        """What the clients of a test run sent, mean over seeds."""
+        return self._megabytes("up")
+
+    @property
+    def megabytes_down(self) -> float | None:
+        """What the clients of a test run received, announcements included, mean over seeds."""
+        return self._megabytes("down", "announce")
+
+    def _megabytes(self, *ways: str) -> float | None:
         sent = [sum(r["bytes"][way] for way in ways) / 1e6 for _, r in self.tests if r is not None]
         return statistics.fmean(sent) if sent else None
 

@@ -13,6 +13,8 @@ from fedspan.reproductions.files import Experiment
 from fedspan.reproductions.grid import Outcome
 
 TITLES = ("row", "paper %", "ours %", "difference", "lr chosen", "MB up", "MB down", "seconds per run")
+RIGHT = tuple(k for k, title in enumerate(TITLES) if title not in ("row", "lr chosen"))
+"""The columns of numbers."""
 NOT_HERE = "not here yet"
 
 
@@ -51,12 +53,14 @@ def cells(experiment: Experiment, outcomes: Sequence[Outcome], everything: bool)
     rows: list[tuple[str, ...]] = [
         (
             *(o.row.label, _paper(experiment, o.row.paper), _ours(o), _difference(experiment, o), _lr(o)),
-            *(_number(v) for v in (o.megabytes("up"), o.megabytes("down", "announce"), o.seconds)),
+            *(_number(v) for v in (o.megabytes_up, o.megabytes_down, o.seconds)),
         )
         for o in outcomes
     ]
     if everything:
-        rows += [(label, _paper(experiment, label), NOT_HERE, *[""] * 5) for label in experiment.missing]
+        rows += [
+            (label, _paper(experiment, label), NOT_HERE, *[""] * (len(TITLES) - 3)) for label in experiment.missing
+        ]
     return rows
 
 
@@ -103,7 +107,7 @@ def to_markdown(experiment: Experiment, said: Sequence[str], rows: Sequence[Sequ
         clean = [html.escape(t, quote=False).replace("\\", "\\\\").replace("|", "\\|") for t in texts]
         return f"| {' | '.join(clean)} |\n"
 
-    head = line(TITLES) + "| :-- | --: | --: | --: | :-- | --: | --: | --: |\n"
+    head = line(TITLES) + line(["--:" if k in RIGHT else ":--" for k in range(len(TITLES))])
     said = [html.escape(s, quote=False).replace("*", "\\*") for s in said]
     return f"# {experiment.name}\n\n" + "\n\n".join(said) + "\n\n" + head + "".join(line(r) for r in rows)
 
@@ -127,7 +131,7 @@ def to_csv(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
         words = [o.row.label, o.row.method, _pairs(o.row.fields)]
         # A spreadsheet would run a cell that starts like a formula.
         words = ["'" + w if w[:1] in ("=", "+", "-", "@") else w for w in words]
-        last = [o.megabytes("up"), o.megabytes("down", "announce"), o.seconds, _gap(experiment, o)]
+        last = [o.megabytes_up, o.megabytes_down, o.seconds, _gap(experiment, o)]
         writer.writerow(["" if v is None else v for v in (*words, *numbers, *chosen, *last)])
     return out.getvalue()
 
@@ -155,8 +159,8 @@ def to_json(experiment: Experiment, said: Sequence[str], outcomes: Sequence[Outc
             "lr": None if o.chosen is None else o.chosen.lr,
             "rule": {} if o.chosen is None else dict(o.chosen.rule),
             "lr_at_edge": o.at_edge,
-            "megabytes_up": o.megabytes("up"),
-            "megabytes_down": o.megabytes("down", "announce"),
+            "megabytes_up": o.megabytes_up,
+            "megabytes_down": o.megabytes_down,
             "seconds_per_run": o.seconds,
             "difference": _gap(experiment, o),
             "validation": [

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedspan import tree
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.report.canvas import panels
 from fedspan.theory.images import QUICK, Images, Size, accuracy, colour, corrections, epochs, network, nonzero, settled
@@ -52,7 +53,7 @@ def compare(
         held[name] = nonzero(params)
         mus = {k: params[k] for k in corrections(chosen, task)}
         if mus:
-            share[name] = nonzero(mus) / sum(p.numel() for p in mus.values())
+            share[name] = tree.nonzero_share(mus)
     full = sum(p.numel() for p in plain.init().values())
     mean = {name: settled(curve) for name, curve in curves.items()}
     rows = [
