@@ -172,6 +172,34 @@ def test_renaming_classes_changes_heads_only(kind: str, shared: Any) -> None:
     assert len({tuple(p.tolist()) for p in PHI}) > 1 and moved(other)
 
 
+@pytest.mark.parametrize("start", ["zeros", "xavier", "dense"])
+def test_from_a_head_of_zeros_the_names_of_classes_make_no_difference_to_bodies(start: Any) -> None:
+    data = make_data("mlp", opposed=False)
+    task = Task(make_task("mlp").module, dtype=torch.float64, seed=5, zero_head=True)
+    method = FactorizedFL(mu_start=start, tau=0.9, epsilon=5.0, likeness_of="change", **STEPS)
+    settings = Settings(participation=1.0, batch_size=8, epochs=2, workers=1, dtype="float64", evaluate_every=100)
+    plain, other = (
+        Simulation(method, task, d, rounds=3, seed=5, settings=settings) for d in (data, replace(data, relabel=PHI))
+    )
+    first = plain.engine.model(None).init()
+    assert not any(first[k].any() for k in ("head.v", "head.mu", "head.bias") if k in first)
+    for sim in (plain, other):
+        sim.run()
+    assert_close(plain.record.server, other.record.server)
+    assert moved(other)
+
+
+def test_likeness_of_the_change_leaves_the_common_start_out() -> None:
+    sims = {of: run(FactorizedFL(likeness_of=of, **ALL, **STEPS), "mlp") for of in ("v", "change")}
+    server, start = sims["change"].record.server, sims["change"].engine.model(None).init()
+    z = start[sims["change"].method.likeness(sims["change"].engine.model(None))]
+    assert_close({"s": server["seen"]["sigma"]}, {"s": cosine((server["z"] - z).flatten(1))})
+    # All are averaged alike here, so the runs are the same but for what likeness says of them.
+    assert_same(server["u"], sims["v"].record.server["u"])
+    off = ~torch.eye(7, dtype=torch.bool)
+    assert float(server["seen"]["sigma"][off].mean()) < float(sims["v"].record.server["seen"]["sigma"][off].mean())
+
+
 # ------------------------------------------------------------------------------------------------ 4, 5, 6: mu
 
 

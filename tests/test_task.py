@@ -158,6 +158,18 @@ def test_fresh_starts_are_keyed_and_independent(what: str) -> None:
     assert list(a) == list(task.init()) and all(p.dtype == torch.float64 for p in a.values())
 
 
+@pytest.mark.parametrize("what", ["module", "function"])
+def test_a_head_can_start_from_zero_and_the_rest_as_ever(what: str) -> None:
+    plain = Task(builders()[what], dtype=torch.float64, seed=1)
+    task = Task(builders()[what], dtype=torch.float64, seed=1, zero_head=True)
+    for a, b in ((task.init(), plain.init()), (task.fresh(3, "U"), plain.fresh(3, "U"))):
+        assert not any(a[k].any() for k in task.head) and any(b[k].any() for k in task.head)
+        assert_same(tree.select(a, task.body), tree.select(b, task.body))
+    assert_same(task.converted(lambda module: module).init(), task.init())
+    x = torch.randn(2, *((1, 6, 6) if what == "module" else (5,)), dtype=torch.float64)
+    assert not task.predict(task.init(), x).any()
+
+
 def test_the_seed_decides_the_start() -> None:
     for what in ("module", "function"):
         a, b, c = (Task(builders()[what], seed=s).init() for s in (1, 1, 2))

@@ -274,7 +274,9 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     def of(name: str) -> Task:
         # Task seeds torch with (seed, "init") around this function, so that the weights depend on nothing else.
         build = lambda: config.model.module(shape, outputs, name)
-        return Task(build, kind, head=config.model.head, dtype=dtype, seed=config.seed)
+        return Task(
+            build, kind, head=config.model.head, zero_head=config.model.zero_head, dtype=dtype, seed=config.seed
+        )
 
     kinds = config.model.kinds
     task = Task.family({name: of(name) for name in kinds}, kinds) if kinds else of(config.model.kind)

@@ -62,12 +62,14 @@ class PartitionConfig:
 class ModelConfig:
     """`[model]`: a name of `fedspan.models.MODELS` or 'package.module:Class', the head's prefix, and its options.
 
+    With `zero_head` the head starts from zero: how a client calls its classes then makes no difference to the body.
     With `kinds` clients take several of these in turn; an option goes for all of them that have it.
     """
 
     kind: str = "mlp"
     kinds: tuple[str, ...] = ()
     head: str | None = None
+    zero_head: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class ModelConfig:
             return  # what a class of the user's own takes is not known
         for name in self.options:
             if name not in known:
-                hint = nearest(name, [*known, "kind", "kinds", "head"])
+                hint = nearest(name, [*known, "kind", "kinds", "head", "zero_head"])
                 raise ConfigError(f"Model: kind '{', '.join(kinds)}' has no option '{name[:60]}'.{hint}")
         filled = {**known, **self.options}
         options = {k: list(v) if isinstance(v, tuple) else v for k, v in filled.items() if v is not None}

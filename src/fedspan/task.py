@@ -55,6 +55,7 @@ class Task:
         kind: what the outputs and labels mean. `language` takes token rows as labels, −100 where nothing is predicted.
         head: prefix of the head's parameter names; by default the last `nn.Linear` in definition order (none for
             language, whose last layer is mostly the embedding itself).
+        zero_head: start the head from zero. A body then learns the same whatever a client's classes are called.
         loss: own loss per example, `loss(output, y) -> [B]`.
         seed: key of the initialisation; the same tree on the server and on every client.
 
@@ -67,6 +68,7 @@ class Task:
         kind: Kind = "classification",
         *,
         head: str | None = None,
+        zero_head: bool = False,
         loss: PerExample | None = None,
         dtype: torch.dtype | None = None,
         seed: int | None = None,
@@ -85,14 +87,20 @@ class Task:
         self.kind, self.dtype, self.seed = kind, dtype, seed if seed is not None else 0
         self.module = self._prepare(module)
         self._own_loss = loss
+        self._zero_head = False  # a head can only be found in a module that is there
         if self._build is None and seed is not None:
             self.module = self._redrawn(seed, "init")
+        self.names = [k for k, p in self.module.named_parameters() if p.requires_grad]
+        self._head_module, self.head = self._find_head(head)
+        self._zero_head = zero_head
+        if zero_head:
+            self._cleared(self.module)
+            if (build := self._build) is not None:
+                self._build = lambda: self._cleared(build())
         self._eval = copy.deepcopy(self.module).eval()
         self.module.train()
-        self.names = [k for k, p in self.module.named_parameters() if p.requires_grad]
         self.stats = [k for k, _ in self.module.named_buffers() if k.endswith(("running_mean", "running_var"))]
         self._dropouts = [f"{k}.key" for k, m in self.module.named_modules() if isinstance(m, Dropout)]
-        self._head_module, self.head = self._find_head(head)
         self.body = [k for k in self.names if k not in set(self.head)]
         self._fused: tuple[nn.Module, Step, set[str]] | None = None
         if not self.stats:
@@ -396,6 +404,13 @@ class Task:
                         " initialisation. Pass a function that builds the model instead of the model."
                     )
                 reset()
+        return self._cleared(module) if self._zero_head else module
+
+    def _cleared(self, module: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                if name in self.head:
+                    p.zero_()
         return module
 
     def _find_head(self, prefix: str | None) -> tuple[str, list[str]]:

@@ -64,10 +64,12 @@ class Factorized(Structured):
     def _draw(self, dense: Tensor) -> None:
         nn.init.xavier_uniform_(self.u)
         nn.init.xavier_uniform_(self.v)
-        if self.mu is None:
-            return
         with torch.no_grad():
-            if self.mu_start == "zeros" or (self.mu_start == "xavier" and self.convolution):
+            if not dense.any():  # a layer that starts from zero, say a head, does so in this form too
+                self.v.zero_()
+            if self.mu is None:
+                return
+            if not dense.any() or self.mu_start == "zeros" or (self.mu_start == "xavier" and self.convolution):
                 self.mu.zero_()
             elif self.mu_start == "xavier":  # what the public code does, in dense layers only
                 nn.init.xavier_uniform_(self.mu)

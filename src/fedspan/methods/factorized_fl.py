@@ -61,6 +61,7 @@ class FactorizedFL(Sharing):
     Beside the paper: clients below τ are left out (a literal zero in eq. (5) would still weigh exp 0), and at least
     `m_min` clients are averaged, as in the public code. Beside that code: the penalty on μ has a gradient (there it has
     none: `penalty = "none"`), kernels are not scrambled (`layout`), and averages are of the uploads as they came in.
+    `likeness_of` = "change" compares what training made of the common first v instead of v: fedspan's own.
     The server's state `seen` holds the cosines (sigma) and how often each client was averaged into each (matched).
     """
 
@@ -70,6 +71,7 @@ class FactorizedFL(Sharing):
     private_head: bool = True
     shared: Parts = "u"
     matching: Matching = "similarity"
+    likeness_of: Literal["v", "change"] = "v"
     tau: float = 0.95
     epsilon: float = 20.0
     m_min: int = 4
@@ -94,6 +96,7 @@ class FactorizedFL(Sharing):
         super().__post_init__()
         self.one_of("shared", *TAGS)
         self.one_of("matching", "similarity", "random", "worst", "none")
+        self.one_of("likeness_of", "v", "change")
         self.one_of("newcomer", "mean", "start")
         self.one_of("penalty", "prox", "subgradient", "none")
         self.one_of("mu_start", "zeros", "xavier", "dense")
@@ -277,6 +280,8 @@ class FactorizedFL(Sharing):
             "round": torch.zeros((), dtype=torch.int64),
             "seed": torch.tensor(federation.seed),
         }
+        if self.likeness_of == "change":
+            seen["origin"] = start[z]
         if z in parts.get("v", {}):
             seen["layer"] = torch.tensor(sorted(parts["v"]).index(z))  # which of the uploaded v is z
         else:
@@ -291,6 +296,8 @@ class FactorizedFL(Sharing):
         seen = dict(server["seen"])
         seen["n"] = seen["n"].index_copy(0, round.ids, round.weights.to(seen["n"].dtype))
         z = parts["z"] if "z" in parts else parts["v"][sorted(parts["v"])[int(seen["layer"])]]
+        if self.likeness_of == "change":  # all start from one v, which would make everybody alike
+            z = z - seen["origin"]
         known = (seen["n"] > 0).to(z.dtype)
         seen["sigma"] = cosine(z.flatten(1) * known[:, None])  # eq. (4); 1 with oneself, 0 with who never sent
         seen["round"] = torch.tensor(round.round)
