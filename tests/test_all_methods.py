@@ -125,6 +125,11 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
         {"layers": "body", "ratio": 0.5, "aggregate": "changes", "lam": 0.1, "fac_reduction": "sum", "warmup": 2}
         | {"rho_rule": "whole", "weight_decay": 0.01, "momentum": 0.5, "watch": True},
     ),
+    (
+        "fedara",
+        {"ratio": (1.0, 0.4), "layers": "body", "adapt_energy": 0.9, "adapt_ratios": (0.4, 0.2), "lam": 1.0}
+        | {"warmup": 1, "momentum": 0.5},
+    ),
     ("fedara-star", {"lam": 1.0}),
 ]
 ROWS = pytest.mark.parametrize(

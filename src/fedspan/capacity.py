@@ -108,8 +108,8 @@ class Choice(NamedTuple):
     fits: bool
 
 
-def measure(method: Method, task: Task, data: FederatedData, client: int, settings: Settings) -> Cost:
-    """Run a round of one client on a few of its minibatches, and count what it took.
+def measure(method: Method, task: Task, data: FederatedData, client: int, settings: Settings, level: int = 0) -> Cost:
+    """Run a round of one client on a few of its minibatches, at one of its levels, and count what it took.
 
     Operations are those of products and convolutions, forward and backward, in all epochs and phases. Memory is what
     tensors held at once: what came and was kept, the model, gradients and activations; not a kernel's scratch space.
@@ -121,7 +121,8 @@ def measure(method: Method, task: Task, data: FederatedData, client: int, settin
     one = replace(data, train=[r[:several] if i == client else r[:1] for i, r in enumerate(data.train)])
     counter, peak = FlopCounterMode(display=False), Peak()
     # The second round: what a method leaves out of the first (an alignment, say) is there.
-    trial = try_round(method, task, one, client, size, epochs=settings.epochs, round=2, within=(counter, peak))
+    within = (counter, peak)
+    trial = try_round(method, task, one, client, size, epochs=settings.epochs, round=2, level=level, within=within)
     held = tree.nbytes(trial.rows) + tree.nbytes(trial.common) + peak.most
     sent = tree.take(trial.answer.sent, 0)
     up = wire.count({**sent.mean, **sent.each}) | {k: int(v[0]) for k, v in trial.answer.coded.items()}
@@ -180,22 +181,25 @@ def _seconds(devices: Devices, client: int, cost: Cost, examples: int) -> float 
 class Clock:
     """How long rounds would take on real devices: a round is as long as its slowest participant."""
 
-    def __init__(self, devices: Devices, cost: Callable[[int], Cost], capacity: Sequence[Capacity]) -> None:
-        self.devices, self.cost, self.capacity = devices, cost, capacity
+    def __init__(self, devices: Devices, cost: Callable[[int, Capacity], Cost]) -> None:
+        self.devices, self.cost = devices, cost
         self._known: dict[Capacity, Cost] = {}
 
-    def round(self, examples: dict[int, int], sent: dict[Capacity, float]) -> tuple[float, int]:
+    def round(
+        self, examples: dict[int, int], capacity: dict[int, Capacity], sent: dict[Capacity, float]
+    ) -> tuple[float, int]:
         """Seconds of a round, and who was last.
 
         Args:
             examples: training examples of every participant.
+            capacity: what each trained with.
             sent: bytes up and down of one participant, by capacity.
         """
         times = []
         for i, n in examples.items():
-            c = self.capacity[i]
+            c = capacity[i]
             if c not in self._known:
-                self._known[c] = self.cost(i)
+                self._known[c] = self.cost(i, c)
             seconds = self.devices.seconds(i, self._known[c].flops * n, sent[c])
             assert seconds is not None
             times.append((seconds, i))

@@ -28,7 +28,7 @@ A whole method, for example one common mean of all labels:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -157,6 +157,17 @@ class Method:
         """What a client can afford; None where all are alike."""
         return None
 
+    def levels(self, client: int) -> Sequence[Capacity]:
+        """What a client may train with in some round: what it can afford, then less.
+
+        Shapes of its private state must be the same at all of them.
+        """
+        return (self.capacity_of(client),)
+
+    def level(self, server: Tree, client: int) -> int:
+        """Which of its levels a client has now."""
+        return 0
+
     def with_ratios(self, ratios: tuple[float, ...]) -> Method | None:
         """The same method with these rank ratios for its clients, in turn; None where clients have no ranks."""
         return None
@@ -243,10 +254,13 @@ class Method:
         return common
 
 
-def capacity_in(method: Method, task: Task, client: int) -> Capacity:
-    """What tells a client's shapes from others': its kind of model, or what the method says it can afford."""
+def capacity_in(method: Method, task: Task, client: int, level: int = 0) -> Capacity:
+    """What tells a client's shapes from others': its kind of model, or what the method says it can afford.
+
+    At a `level` beyond the first it makes do with less than that.
+    """
     kind = task.kind_of(client)
-    return method.capacity_of(client) if kind is None else kind
+    return method.levels(client)[level] if kind is None else kind
 
 
 def model_at(method: Method, task: Task, capacity: Capacity) -> Task:

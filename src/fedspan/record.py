@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,8 @@ class Record:
         clients: whether the clients' private states are here too; in a deployment they never are.
 
     Attributes:
+        levels: of every client the capacities it may have in some round, what it can afford first.
+        capacities: all of them, once each.
         news: announcements that some client may still have to hear, by number; only in a deployment.
     """
 
@@ -70,7 +73,11 @@ class Record:
     ) -> None:
         self.news: dict[str, Tree] = {}
         self.settings, self.out, self.federation, self.read_only = settings, out, federation, read_only
-        self.capacities: list[Capacity] = sorted(set(federation.capacities), key=str)
+        self._level = engine.method.level
+        self.levels: list[Sequence[Capacity]] = [
+            (c,) if engine.task.kinds else engine.method.levels(i) for i, c in enumerate(federation.capacities)
+        ]
+        self.capacities: list[Capacity] = sorted({c for some in self.levels for c in some}, key=str)
         self.messages: list[str] = []
         self.lines: list[dict[str, Any]] = []
         self.directory: RunDirectory | None = None
@@ -98,9 +105,10 @@ class Record:
     def _begin(self, engine: Engine, loaded: Loaded | None, clients: bool) -> None:
         """Start from nothing, or from a checkpoint."""
         out, read_only = self.out, self.read_only
-        self.stores = {c: self._store(engine, c) for c in self.capacities} if clients else {}
+        affordable = sorted(set(self.federation.capacities), key=str)
+        self.stores = {c: self._store(engine, c) for c in affordable} if clients else {}
         if loaded is None:
-            first = engine.model(self.capacities[0])
+            first = engine.model(affordable[0])
             self.server: Tree = tree.contiguous(engine.method.init_server(first, self.federation))
             self.common: Tree = tree.contiguous(engine.method.common(first, self.federation))
             norm = engine.method.size(self.server)
@@ -147,9 +155,34 @@ class Record:
         if self.directory is not None:
             self.directory.close()
 
+    def capacity(self, client: int) -> Capacity:
+        """What a client trains and predicts with at the server's present state."""
+        return self.levels[client][self._level(self.server, client)]
+
     def row(self, client: int) -> Tree:
         """One client's private state."""
         return self.stores[self.federation.capacities[client]].row(client)
+
+    def take(self, ids: Sequence[int]) -> Tree:
+        """The private states of some clients, stacked in that order."""
+        groups = self._grouped(ids)
+        if len(groups) == 1:
+            return self.stores[next(iter(groups))].take(ids)
+        rows: Tree = tree.stack([self.row(i) for i in ids])
+        return rows
+
+    def put(self, ids: Sequence[int], rows: Tree) -> None:
+        """Replace their private states by the rows of a stacked tree."""
+        for c, at in self._grouped(ids).items():
+            part = rows if len(at) == len(ids) else tree.take(rows, torch.tensor(at))
+            self.stores[c].put([ids[k] for k in at], part)
+
+    def _grouped(self, ids: Sequence[int]) -> dict[Capacity, list[int]]:
+        """Places in `ids` by store: what clients can afford may differ where what they have now does not."""
+        found: dict[Capacity, list[int]] = {}
+        for k, i in enumerate(ids):
+            found.setdefault(self.federation.capacities[i], []).append(k)
+        return found
 
     def digest(self) -> str:
         """SHA-256 of the server's and every client's state."""

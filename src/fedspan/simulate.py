@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedspan import __version__, evaluate, tree, wire
 from fedspan.aggregate import Mean
-from fedspan.capacity import Clock, Devices, largest, measure
+from fedspan.capacity import Clock, Cost, Devices, largest, measure
 from fedspan.classes import class_matrix
 from fedspan.config_types import build_dataclass
 from fedspan.data.federated import FederatedData
@@ -101,8 +101,7 @@ class Simulation:
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
         self.clock: Clock | None = None
         if devices is not None and devices.timed:
-            cost = lambda i: measure(self.method, task, self.data, largest(self.data, self.capacity, i), s)
-            self.clock = Clock(devices, cost, self.capacity)
+            self.clock = Clock(devices, self._cost)
         self.pool = Pool(self._handle, 1)
         self._busy = False
         self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
@@ -194,27 +193,28 @@ class Simulation:
 
     def _remember(self) -> tuple[Tree, Tree, Progress]:
         r = self.record
-        self._replaced: list[tuple[Capacity, list[int], Tree]] = []
+        self._replaced: list[tuple[list[int], Tree]] = []
         return r.server, r.common, copy.deepcopy(r.progress)
 
     def _take_back(self, before: tuple[Tree, Tree, Progress]) -> None:
         r = self.record
         r.server, r.common, r.progress = before
-        for capacity, ids, rows in self._replaced:
-            r.stores[capacity].put(ids, rows)
+        for ids, rows in self._replaced:
+            r.put(ids, rows)
 
     def _round(self, t: int) -> dict[str, Any]:
         sampled = sample(self.data.clients, self.settings, self.seed, t)
         lost = dropped(sampled, self.settings, self.seed, t)
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
         sizes: Counter[str] = Counter()
-        rows: list[tuple[Capacity, list[int], Tree, Tree]] = []
+        now = {i: self.record.capacity(i) for i in going}
+        rows: list[tuple[list[int], Tree, Tree]] = []
         mean, each, weights = Mean(), {}, {}
         up: Counter[Capacity] = Counter()
         for job, meta, answer in self._train(t, going, lost, sizes):
             capacity = self.capacities[job.meta["capacity"]]
             up[capacity] += sum(meta["bytes"].values())
-            rows.append((capacity, job.meta["ids"], job.data["rows"], answer["rows"]))
+            rows.append((job.meta["ids"], job.data["rows"], answer["rows"]))
             if meta["answered"]:
                 mean.add(answer["mean"], sum(meta["weights"]))
             for k, i in enumerate(meta["answered"]):
@@ -235,26 +235,34 @@ class Simulation:
                 common, told = self.method.hear(common, news), tree.nbytes(news) * self.data.clients
             r.progress.last_norm = norm
         # Nothing of the round is kept before all of it is known to be finite.
-        for capacity, who, old, new in rows:
-            self._replaced.append((capacity, who, old))
-            r.stores[capacity].put(who, new)
+        for who, old, new in rows:
+            self._replaced.append((who, old))
+            r.put(who, new)
         r.server, r.common = tree.contiguous(server), tree.contiguous(common)
         total = {d: sum(v for k, v in sizes.items() if k.startswith(d + "/")) for d in ("up", "down")}
         total |= {"announce": told, "meta": 8 * len(ids)}  # meta: the weight of each upload
         r.progress.totals.update(total)
         r.progress.names.update(sizes)
         line = {"round": t, "sampled": len(sampled), "answered": len(ids), "skipped": skipped, "bytes": total}
-        return line if self.clock is None else {**line, "clock": self._time(self.clock, going, weights, up)}
+        return line if self.clock is None else {**line, "clock": self._time(self.clock, now, weights, up)}
 
-    def _time(self, clock: Clock, going: list[int], weights: dict[int, float], up: Counter[Capacity]) -> dict[str, Any]:
+    def _time(
+        self, clock: Clock, going: dict[int, Capacity], weights: dict[int, float], up: Counter[Capacity]
+    ) -> dict[str, Any]:
         """How long the round would have taken on the clients' devices: seconds, since the start, and who was last."""
         since = self.record.lines[-1].get("clock", {}).get("total", 0.0) if self.record.lines else 0.0
         if not going:
             return {"seconds": 0.0, "total": since, "slowest": None}
-        heard = Counter(self.capacity[i] for i in weights)
-        sent = {c: self._down[c] + up[c] / max(1, heard[c]) for c in {self.capacity[i] for i in going}}
-        seconds, last = clock.round({i: len(self.data.train[i]) for i in going}, sent)
+        heard = Counter(going[i] for i in weights)
+        sent = {c: self._down[c] + up[c] / max(1, heard[c]) for c in set(going.values())}
+        seconds, last = clock.round({i: len(self.data.train[i]) for i in going}, going, sent)
         return {"seconds": seconds, "total": since + seconds, "slowest": last}
+
+    def _cost(self, client: int, capacity: Capacity) -> Cost:
+        """What a round at a capacity costs, measured on the client with most examples that can afford as much."""
+        who = largest(self.data, self.capacity, client)
+        level = self.record.levels[who].index(capacity)
+        return measure(self.method, self.task, self.data, who, self.settings, level)
 
     def _train(self, t: int, ids: list[int], lost: set[int], sizes: Counter[str]) -> Iterator[tuple[Job, Meta, Tree]]:
         """Run `client_update` for all of `ids`; yields chunks in a fixed order, whatever the workers do."""
@@ -270,16 +278,16 @@ class Simulation:
 
     def _jobs(self, do: str, t: int, ids: list[int], sizes: Counter[str], load: dict[int, int]) -> list[Job]:
         """Cut clients into chunks of one capacity, the largest first so that a chunk wastes little on empty slots."""
-        jobs = []
+        jobs, now = [], {i: self.record.capacity(i) for i in ids}
         for c, capacity in enumerate(self.capacities):
-            mine = in_order([i for i in ids if self.capacity[i] == capacity], load)
+            mine = in_order([i for i in ids if now[i] == capacity], load)
             if not mine:
                 continue
             own = self._download(do, t, c, mine, sizes)
             size = chunk_size(self.mapping, len(mine), self.parameters, self.settings.chunk)
             for k in range(0, len(mine), size):
                 who = mine[k : k + size]
-                data = {"rows": self.record.stores[capacity].take(who), "own": tree.take(own, slice(k, k + size))}
+                data = {"rows": self.record.take(who), "own": tree.take(own, slice(k, k + size))}
                 jobs.append(Job({"do": do, "round": t, "capacity": c, "ids": who}, data, f"{do}-{c}"))
         return jobs
 
@@ -396,7 +404,7 @@ class Simulation:
         """The task and the weights client `client` predicts with now."""
         if not 0 <= client < self.data.clients:
             raise ConfigError(f"Result: client must lie in 0..{self.data.clients - 1}. Got {client}.")
-        capacity, t = self.capacity[client], self.record.progress.round
+        capacity, t = self.record.capacity(client), self.record.progress.round
         down = self.method.download_for_use(self.record.server, torch.tensor([client]), capacity, t)
         both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, self.method.codecs(t))
         weights = self.engine.personal(capacity, t, client, self.record.row(client), both, self.record.common)

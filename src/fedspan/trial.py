@@ -33,12 +33,13 @@ def try_round(
     *,
     epochs: int = 1,
     round: int = 1,
+    level: int = 0,
     within: tuple[AbstractContextManager[object], ...] = (),
 ) -> Trial:
     """Run one round of one client through the engine, as the simulator does; its update inside `within`."""
     engine = Engine(method, task, data, 0, batch, epochs, "loop")
     capacities = tuple(capacity_in(method, task, i) for i in range(data.clients))
-    capacity = capacities[client]
+    capacity = capacity_in(method, task, client, level)
     federation = Federation(data.clients, 0, capacities, data.groups)
     first = engine.model(sorted(set(capacities), key=str)[0])
     server, common = method.init_server(first, federation), method.common(first, federation)

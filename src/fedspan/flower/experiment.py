@@ -15,7 +15,7 @@ from fedspan.config import RunConfig, assemble, from_dict
 from fedspan.config_sections import known_shape
 from fedspan.data.federated import FederatedData, Index
 from fedspan.engine import Engine
-from fedspan.errors import ConfigError
+from fedspan.errors import ConfigError, Refused
 from fedspan.method import Capacity, Federation, Method, capacity_in
 from fedspan.models.registry import is_language
 from fedspan.randomness import key, normal
@@ -71,9 +71,16 @@ class Experiment:
         """What is known of the clients before the first round."""
         return Federation(clients, self.seed, tuple(self.capacity(i) for i in range(clients)), groups)
 
-    def capacity(self, client: int) -> Capacity:
-        """What tells a client's shapes from others'."""
-        return capacity_in(self.method, self.task, client)
+    def capacity(self, client: int, level: int = 0) -> Capacity:
+        """What tells a client's shapes from others'.
+
+        Raises:
+            Refused: if the client has no such level: nobody can make it train with more than it can afford.
+        """
+        most = len(self.method.levels(client)) - 1
+        if not 0 <= level <= most:
+            raise Refused(f"Node: its level must lie in 0..{most}. Got {level}.")
+        return capacity_in(self.method, self.task, client, level)
 
 
 def first_capacity(federation: Federation) -> Capacity:

@@ -70,7 +70,8 @@ def export_model(folder: Path, file: Path) -> dict[str, Any]:
 
 def _task(experiment: Experiment, about: dict[str, Any]) -> Task:
     """The task as the node's client trains it."""
-    return model_at(experiment.method, experiment.task, experiment.capacity(int(about["client"])))
+    capacity = experiment.capacity(int(about["client"]), int(about.get("level", 0)))
+    return model_at(experiment.method, experiment.task, capacity)
 
 
 def _load(folder: Path) -> tuple[Experiment, Any, Tree, dict[str, Any]]:

@@ -58,7 +58,7 @@ class Node:
     def _train(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
         number, t = int(asked["client"]), int(asked["round"])
         engine, method = self._engine(asked), self.experiment.method
-        capacity = self.experiment.capacity(number)
+        capacity = self.experiment.capacity(number, _level(asked))
         with self._personal(asked) as personal:
             held = self._hear(personal.load(t) or self._begin(asked), asked, payload)
             if isinstance(held, int):
@@ -80,7 +80,7 @@ class Node:
 
     def _evaluate(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
         number, t = int(asked["client"]), int(asked["round"])
-        engine, capacity = self._engine(asked), self.experiment.capacity(number)
+        engine, capacity = self._engine(asked), self.experiment.capacity(number, _level(asked))
         with self._personal(asked) as personal:
             before = personal.load(t + 1) or self._begin(asked)
             held = self._hear(before, asked, payload)
@@ -94,6 +94,7 @@ class Node:
             sums = engine.evaluate(capacity, t, [number], rows, down, {}, held.common, part)
             weights = engine.personal(capacity, t, number, held.row, down, held.common)
             about = {"round": t, "client": number, "kind": asdict(self.kind), "text": self.experiment.text}
+            about |= {"level": _level(asked)}
             words = {"about": json.dumps(about)}
             save_tree(personal.path / "personal.safetensors", tree.contiguous(weights), words)
         return {"status": "done", "sums": {k: float(v[0]) for k, v in sums.items()}, "heard": held.heard}, b""
@@ -138,6 +139,11 @@ class Node:
         for entry in asked["coded"].values():
             like |= meta_tree(entry)
         return wire.decode(wire.unpack(payload)["down"], self.experiment.method.codecs(t), like)
+
+
+def _level(asked: Facts) -> int:
+    """At which of its levels the client is, as the server has it: 0 is what it can afford."""
+    return int(asked.get("level", 0))
 
 
 def describe_coded(payload: Tree, names: set[str]) -> dict[str, Any]:

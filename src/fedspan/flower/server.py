@@ -91,7 +91,6 @@ class Server:
         self.record = Record(
             self.engine, federation, experiment.settings, config=config, out=out, fresh=fresh, clients=False
         )
-        self.capacity = federation.capacities
         known = self.record.progress.deployed
         known.setdefault("lineage", uuid.uuid4().hex)
         known.setdefault("told", 0)
@@ -188,8 +187,9 @@ class Server:
         """Average, step, look at the new state, announce; None if nothing of weight came."""
         mean, r = Mean(), self.record
         examples = {i: self._examples(i) for i in got}
+        now = {i: r.capacity(i) for i in got}
         for c, capacity in enumerate(r.capacities):
-            for i in in_order([i for i in got if self.capacity[i] == capacity], examples):
+            for i in in_order([i for i in got if now[i] == capacity], examples):
                 mean.add(partial_sum(self.method, stacked(got[i]), shared[c], capacity), float(got[i].weight))
         server = advance(
             self.method,
@@ -252,8 +252,9 @@ class Server:
         shared: list[Tree] = []
         requests: dict[int, tuple[Facts, Tree]] = {}
         declared: dict[int, Declared] = {}
+        now = {i: r.capacity(i) for i in ids}
         for capacity in r.capacities:
-            mine = [i for i in ids if self.capacity[i] == capacity]
+            mine = [i for i in ids if now[i] == capacity]
             if not mine:
                 shared.append({})
                 continue
@@ -268,14 +269,16 @@ class Server:
                 if do == "train":
                     declared[i] = self._declare(t, i, wire.roundtrip(whole, codecs)[0])
                 facts = {"client": i, "clients": self.clients, "coded": describe_coded(whole, set(codecs))}
+                facts["level"] = self.method.level(r.server, i)
                 requests[i] = facts, {"down": tree.contiguous(coded)}
         return shared, requests, declared
 
     def _declare(self, t: int, i: int, down: Tree) -> Declared:
         """What client i's upload must look like; found out once per capacity and shape of the download."""
-        known = f"{self.capacity[i]!r} {wire.schema(down)} {wire.schema(self.record.common)}"
+        capacity = self.record.capacity(i)
+        known = f"{capacity!r} {wire.schema(down)} {wire.schema(self.record.common)}"
         if known not in self._declared:
-            self._declared[known] = declare(self.engine, self.capacity[i], t, i, down, self.record.common)
+            self._declared[known] = declare(self.engine, capacity, t, i, down, self.record.common)
         return self._declared[known]
 
     def _with_news(self, i: int, facts: Facts, payload: Tree, heard: int, sizes: Counter[str]) -> tuple[Facts, Tree]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,7 +19,7 @@ from fedspan.factored import Reconstructing, factors, layer_of
 from fedspan.layers import Plain
 from fedspan.levels import LEVELS
 from fedspan.local import Loss
-from fedspan.method import Capacity, Round, Sent, Visit, Who
+from fedspan.method import Capacity, Federation, Round, Sent, Visit, Who
 from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
@@ -38,8 +39,13 @@ class FedAra(Reconstructing):
     A ratio whose factors are larger than the layer is refused unless `allow_larger`, which also makes a ratio of 1
     factors. With `aggregate` = "changes" the server adds the mean of what clients changed in what they were sent: the
     part of ω that a small rank cannot carry stays, where the mean of the models takes it for zero. `weight_decay` acts
-    on what is not decomposed. `watch` records the distance to the anchors after training, for one more pass. Kept: h.
-    Sent: theta (what is not decomposed), and U and V, or W.
+    on what is not decomposed. `watch` records the distance to the anchors after training, for one more pass.
+
+    With `adapt_energy` below 1 ranks adapt: every `adapt_every` rounds a client goes one step down, from its entry of
+    `ratio` over those of `adapt_ratios` below it, if the lower rank would hold that share of the energy of what it
+    changed in the decomposed layers, and one step back up if the present one does not. The server keeps its `level`.
+
+    Kept: h. Sent: theta (what is not decomposed), and U and V, or W; `step` (−1, 0 or 1) if ranks adapt.
     """
 
     family: ClassVar[str] = "fedara"
@@ -60,14 +66,16 @@ class FedAra(Reconstructing):
     rho_rule: Literal["half", "whole"] = "half"
     aggregate: Literal["models", "changes"] = "models"
     watch: bool = False
+    adapt_energy: float = 1.0
+    adapt_ratios: tuple[float, ...] = (0.5, 0.25, 0.1, 0.05)
+    adapt_every: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         who = type(self).__name__
         if isinstance(self.ratio, str) and self.ratio not in LEVELS:
             raise ConfigError(f"{who}: ratio must be numbers or a list of levels.{nearest(self.ratio, LEVELS)}")
-        ok = [isinstance(r, int | float) and not isinstance(r, bool) and 0 < r <= 1 for r in self.ratios]
-        if not ok or not all(ok):
+        if not self.ratios or not all(map(_is_ratio, self.ratios)):
             raise ConfigError(f"{who}: ratio must be one or more numbers in (0, 1]. Got {self.ratio!r}.")
         self.one_of("rank_rule", "min_dim", "out_channels")
         self.require("lam", 0.0, allow_zero=True)
@@ -76,6 +84,16 @@ class FedAra(Reconstructing):
         self.require("rho", 0.0, allow_zero=True)
         self.one_of("rho_rule", "half", "whole")
         self.one_of("aggregate", "models", "changes")
+        if not _is_ratio(self.adapt_energy):
+            raise ConfigError(f"{who}: adapt_energy must be a number in (0, 1]. Got {self.adapt_energy!r}.")
+        if not self.adapt_ratios or not all(map(_is_ratio, self.adapt_ratios)):
+            raise ConfigError(f"{who}: adapt_ratios must be one or more numbers in (0, 1]. Got {self.adapt_ratios!r}.")
+        if self.adapts and min(self.adapt_ratios) >= max(self.ratios):
+            raise ConfigError(
+                f"{who}: adapt_ratios must hold one below the largest ratio, {max(self.ratios):g}, for ranks to adapt."
+                f" Got {self.adapt_ratios!r}."
+            )
+        self.count("adapt_every", 1)
 
     # ------------------------------------------------------------------------------------------------ capacities
 
@@ -89,23 +107,50 @@ class FedAra(Reconstructing):
     def with_ratios(self, ratios: tuple[float, ...]) -> FedAra:
         return replace(self, ratio=ratios)
 
+    @property
+    def adapts(self) -> bool:
+        """Whether ranks change during training."""
+        return self.adapt_energy < 1
+
+    def ladder(self, ratio: float) -> tuple[float, ...]:
+        """A ratio, and those below it that its owner may come down to."""
+        below = sorted({r for r in self.adapt_ratios if r < ratio}, reverse=True) if self.adapts else ()
+        return (ratio, *below)
+
+    def rungs(self) -> list[float]:
+        """Every ratio that a client may have, the largest first."""
+        return sorted({s for r in self.ratios for s in self.ladder(r)}, reverse=True)
+
     def capacity_of(self, client: int) -> Capacity:
         """r_k, with Q_k if there are several; None where all are alike."""
-        return self._affords(client) if len(self.capacities()) > 1 else None
+        return self.levels(client)[0]
 
-    def _affords(self, client: int) -> float | tuple[float, str]:
-        ratio = lowrank.turn(self.ratios, client)
-        return (ratio, lowrank.turn(self.layer_sets, client)) if self.layer_sets else ratio
+    def levels(self, client: int) -> Sequence[Capacity]:
+        return self._afforded(client) if len(self.capacities()) > 1 else (None,)
+
+    def level(self, server: Tree, client: int) -> int:
+        return int(server["level"][client]) if self.adapts else 0
+
+    def _afforded(self, client: int) -> list[float | tuple[float, str]]:
+        found, mine = self.ladder(lowrank.turn(self.ratios, client)), self.layer_sets
+        return [(r, lowrank.turn(mine, client)) for r in found] if mine else list(found)
 
     def capacities(self) -> Sequence[Capacity]:
+        return self._capacities
+
+    @cached_property
+    def _capacities(self) -> list[Capacity]:
         turns = math.lcm(len(self.ratios), max(1, len(self.layer_sets)))
-        found: set[Capacity] = {self._affords(k) for k in range(turns)}
+        found: set[Capacity] = {c for k in range(turns) for c in self._afforded(k)}
         return sorted(found, key=str) if len(found) > 1 else [None]
 
+    def read(self, capacity: Capacity) -> tuple[float, str | None]:
+        """The ratio of a capacity, and its layers where clients have their own."""
+        found: Any = self._afforded(0)[0] if capacity is None else capacity
+        return found if isinstance(found, tuple) else (float(found), None)
+
     def rank_at(self, layer: str, shape: Sequence[int], capacity: Capacity) -> int | None:
-        found: Any = self._affords(0) if capacity is None else capacity
-        ratio, mine = found if isinstance(found, tuple) else (found, None)
-        r = float(ratio)
+        r, mine = self.read(capacity)
         dense = mine is not None and not any(layer.startswith(name) for name in _names(mine))
         if dense or (r == 1 and not self.allow_larger):
             return None
@@ -113,12 +158,12 @@ class FedAra(Reconstructing):
         return min(max(1, round(r * (full if self.rank_rule == "min_dim" else shape[0]))), full)
 
     def size_of(self, layer: Plain) -> int:
-        ranks = [self.rank_at("", layer.weight.shape, r) for r in self.ratios]  # only asked without layer_sets
+        ranks = [self.rank_at("", layer.weight.shape, r) for r in self.rungs()]  # only asked without layer_sets
         return max((factors(layer, r) for r in ranks if r is not None), default=0)
 
     def chosen(self, task: Task) -> dict[str, Plain]:
         """The layers that are decomposed for any client; none if all are dense."""
-        if all(r == 1 for r in self.ratios) and not self.allow_larger:
+        if all(r == 1 for r in self.ratios) and not (self.allow_larger or self.adapts):
             return {}
         if not self.layer_sets:
             return super().chosen(task)
@@ -160,7 +205,39 @@ class FedAra(Reconstructing):
         new = self.descend(task, start, visit["train"], self.rate(visit), loss)
         parts, h = self.apart(task, new)
         seen = {"gap": self.gap(task, new, a, visit["all"])} if self.watch and a is not None else {}
-        return {"h": h, **seen}, Sent(weight=self.weigh(visit), mean=parts)
+        each = {"step": self.step(down, parts, visit)} if self.adapts else {}
+        return {"h": h, **seen}, Sent(weight=self.weigh(visit), mean=parts, each=each)
+
+    def step(self, down: Tree, parts: Tree, visit: Visit) -> Tensor:
+        """Down if the next lower rank holds enough of what was changed, up if this one does not: −1, 0 or 1."""
+        ratio, mine = self.read(visit.capacity)
+        levels: list[Capacity] = [r if mine is None else (r, mine) for r in self.ladder(ratio)[:2]]
+        total = torch.zeros_like(visit.examples)
+        held = [total for _ in levels]
+        if int(visit.round) % self.adapt_every == 0:
+            for ranks, energy in self.changes(down, parts, levels):
+                total = total + energy.sum()
+                held = [h + energy[:r].sum() for h, r in zip(held, ranks)]
+        enough = torch.stack([h >= self.adapt_energy * total for h in held]).sum(0)
+        return torch.where(total > 0, 1 - enough, 0 * enough).to(torch.int8)
+
+    def changes(self, down: Tree, parts: Tree, levels: Sequence[Capacity]) -> Iterator[tuple[list[int | None], Tensor]]:
+        """σ² of what was changed in every layer that is decomposed at one of these levels, and how many each can hold.
+
+        A change that is dense and of rank g has rank 2g once it is made by two factors.
+        """
+        for name, U in down.get("U", {}).items():
+            k = name.removesuffix("U")
+            V, new = down["V"][k + "V"], (parts["U"][k + "U"], parts["V"][k + "V"])
+            shape = (U.shape[0], V.shape[0], *U.shape[1:-1], *V.shape[1:-1])
+            yield [self.rank_at(layer_of(k), shape, c) for c in levels], lowrank.changed_energies((U, V), new)
+        for name, W in down.get("W", {}).items():
+            ranks = [self.rank_at(layer_of(name), W.shape, c) for c in levels]
+            if any(r is not None for r in ranks):
+                yield (
+                    [None if r is None else max(1, r // 2) for r in ranks],
+                    lowrank.energies(lowrank.unfold(parts["W"][name] - W)),
+                )
 
     def anchors(self, task: Task, received: Params, stream: Batches) -> Tensor:
         """a_{k,c}: mean feature of every class under the extractor as received, [C, D]; in evaluation mode."""
@@ -193,6 +270,14 @@ class FedAra(Reconstructing):
 
     # ------------------------------------------------------------------------------------------------ the server
 
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        start = super().init_server(task, federation)
+        if not self.adapts:
+            return start
+        for c in self.capacities():
+            self.ranks(task, c)  # what cannot be trained must be refused before somebody comes to it
+        return {**start, "level": torch.zeros(federation.clients, dtype=torch.int64)}
+
     def lift(self, mean: Tree, shared: Tree, capacity: Capacity) -> Tree:
         """R(ω̃_k), or what it changed of R(D(ω))."""
         full = super().lift(mean, shared, capacity)
@@ -203,9 +288,17 @@ class FedAra(Reconstructing):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         """ω ← Σ_k n_k/n R(ω̃_k), factorised anew."""
-        if self.aggregate == "models":
-            return super().server_update(server, round)
-        return self.decomposed(self.stepped(server, {k: tree.add(server[k], part) for k, part in round.mean.items()}))
+        mean = round.mean
+        if self.aggregate == "changes":
+            mean = {k: tree.add(server[k], part) for k, part in mean.items()}
+        new = self.decomposed(self.stepped(server, mean))
+        return {**new, "level": self.moved(server["level"], round)} if self.adapts else new
+
+    def moved(self, level: Tensor, round: Round) -> Tensor:
+        """The levels after a round: those who answered go one step at most, within what they have."""
+        lowest = torch.tensor([len(self.ladder(lowrank.turn(self.ratios, i))) - 1 for i in round.ids.tolist()])
+        new = level[round.ids] - round.each["step"].sign()
+        return level.index_copy(0, round.ids, torch.minimum(new.clamp_min(0), lowest))
 
     # ------------------------------------------------------------------------------------------------ what is seen
 
@@ -226,8 +319,15 @@ class FedAra(Reconstructing):
                 r = self.rank_at(layer, W.shape, c)
                 lost[c] += 0.0 if r is None else float(s[r:].square().sum())
         size = max(float(tree.squared_norm({k: v for k, v in server.items() if k in ("theta", "W")})), 1e-300)
-        levels = {self._affords(0) if c is None else c: v for c, v in lost.items()}
-        return seen | {f"truncation at {c}": math.sqrt(v / size) for c, v in levels.items()} if seen else {}
+        levels = {self._afforded(0)[0] if c is None else c: v for c, v in lost.items()}
+        seen |= {f"truncation at {c}": math.sqrt(v / size) for c, v in levels.items()} if seen else {}
+        return seen | (self.spread(server["level"]) if self.adapts else {})
+
+    def spread(self, level: Tensor) -> dict[str, float]:
+        """The mean ratio of the clients, and their share at each."""
+        now = [self.ladder(lowrank.turn(self.ratios, i))[k] for i, k in enumerate(level.tolist())]
+        found = {f"clients at {r:g}": now.count(r) / len(now) for r in self.rungs()}
+        return {"mean ratio": sum(now) / len(now), **found}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +338,10 @@ class FedAraStar(FedAra):
     """
 
     ratio: float | str | tuple[float, ...] = 0.5
+
+
+def _is_ratio(r: object) -> bool:
+    return isinstance(r, int | float) and not isinstance(r, bool) and 0 < r <= 1
 
 
 def _names(joined: str) -> list[str]:
