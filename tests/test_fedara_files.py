@@ -14,7 +14,11 @@ KINDS = ("cnn1", "cnn2", "cnn3", "cnn4", "cnn5")
 def test_all_settings_are_there() -> None:
     tables = {f"homogeneous-{d}" for d in ("cifar10", "cifar100")}
     tables |= {f"heterogeneous-{d}-{p}" for d in ("cifar10", "cifar100") for p in ("practical", "pathological")}
-    assert {n.removeprefix("fedara/") for n in NAMES} == tables | {"ablation-lambda", "time-to-accuracy"}
+    assert {n.removeprefix("fedara/") for n in NAMES} == tables | {
+        "ablation-lambda",
+        "adaptive-rank",
+        "time-to-accuracy",
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,6 +54,15 @@ def test_figures_are_the_papers(name: str, label: str, figure: float, lam: float
     e = load_experiment(name)
     assert e.paper.values[label] == [figure]
     assert {row.fields["lam"] for row in e.rows if row.method == "fedara"} == {0.0, lam}
+
+
+def test_adaptive_and_fixed_ranks_differ_in_nothing_else() -> None:
+    rows = load_experiment("adaptive-rank").rows
+    told = [{k: v for k, v in row.fields.items() if k not in ("ratio", "aggregate")} for row in rows]
+    assert [fields.pop("adapt_energy", 1.0) for fields in told].count(1.0) < len(rows)
+    assert all(fields == told[0] for fields in told)
+    adaptive = [row for row in rows if "adapt_energy" in row.fields]
+    assert {row.fields["ratio"] for row in adaptive} == {"fedara_cnn1"}
 
 
 def test_lambda_is_the_papers_grid() -> None:

@@ -91,6 +91,8 @@ def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own") -> 
         note(f"Counted on made-up examples of the data's shape: {found.made_up}")
     if type(method).announce is not Method.announce:
         note("News that this method announces to all clients come on top.")
+    if any(len(method.levels(i)) > 1 for i in range(sum(found.clients.values()))):
+        note("Ranks adapt during training: clients that come down send and receive less than this.")
     if config.train.drop_rate:
         note("Clients that do not answer are counted as if they did.")
 
