@@ -321,7 +321,7 @@ class FedAra(Reconstructing):
         size = max(float(tree.squared_norm({k: v for k, v in server.items() if k in ("theta", "W")})), 1e-300)
         levels = {self._afforded(0)[0] if c is None else c: v for c, v in lost.items()}
         seen |= {f"truncation at {c}": math.sqrt(v / size) for c, v in levels.items()} if seen else {}
-        return seen | (self.spread(server["level"]) if self.adapts else {})
+        return (self.spread(server["level"]) if self.adapts else {}) | seen
 
     def spread(self, level: Tensor) -> dict[str, float]:
         """The mean ratio of the clients, and their share at each."""
