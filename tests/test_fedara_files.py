@@ -12,7 +12,7 @@ KINDS = ("cnn1", "cnn2", "cnn3", "cnn4", "cnn5")
 
 
 def test_all_settings_are_there() -> None:
-    tables = {f"homogeneous-{d}" for d in ("cifar10", "cifar100")}
+    tables = {f"homogeneous-{d}" for d in ("cifar10", "cifar10-pathological", "cifar100")}
     tables |= {f"heterogeneous-{d}-{p}" for d in ("cifar10", "cifar100") for p in ("practical", "pathological")}
     assert {n.removeprefix("fedara/") for n in NAMES} == tables | {
         "ablation-lambda",
