@@ -6,6 +6,7 @@ import csv
 import json
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,8 @@ def test_rows_that_differ_in_one_number_are_drawn(tmp_path: Path) -> None:
     assert [s.label for s in found] == ["MNIST (paper form)", "MNIST (default)"] and {s.name for s in found} == {"r"}
     assert found[0].x == (1, 2, 3, 10) and found[0].accuracy == pytest.approx((10, 20, 30, 40))
     assert found[0].seconds == (3, 3, 3, 3) and draw("r", found, tmp_path / "f.svg").read_text().count("MNIST") >= 2
+    wide = draw("K", [replace(s, x=(20, 50, 100, 400)) for s in found], tmp_path / "w.svg").read_text()
+    assert all(f">{k}<" in wide for k in (20, 50, 100, 400)) and "$" not in wide  # a logarithmic axis, in plain numbers
     two = [outcome(row, 0.5) for row in e.rows if row.fields["rank"] < 3]
     assert series(two) == []
     diverged = [Outcome(row=row) for row in e.rows]

@@ -86,6 +86,8 @@ def _figure(name: str, those: Sequence[Series]) -> Figure:
     for axes in (left, right):
         if max(numbers) >= 20 * max(min(numbers), 1e-12) and min(numbers) > 1:
             axes.set_xscale("log")
+            axes.set_xticks(sorted(set(numbers)), [f"{v:g}" for v in sorted(set(numbers))])
+            axes.xaxis.set_minor_formatter(lambda v, _: "")  # powers of ten cannot be typeset, as dollar signs stay
         elif all(v == int(v) for v in numbers):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
