@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
-from conftest import make_data, make_task
+from conftest import assert_close, make_data, make_task
 from fedspan.data.federated import FederatedData
 from fedspan.flower.client import make_client_app
 from fedspan.flower.experiment import Experiment, Kind
@@ -21,7 +22,9 @@ from fedspan.flower.server import Roster, Server
 from fedspan.flower.terms import Terms
 from fedspan.method import Method
 from fedspan.methods import name_of
+from fedspan.result import Result
 from fedspan.settings import Settings
+from fedspan.simulate import Simulation
 from fedspan.task import Task
 
 FIRST_NODE = 100
@@ -116,3 +119,15 @@ def deployed_on(
     kind = Kind(tuple(data.x.shape[1:]), data.classes)
     chosen = terms or Terms(poll=0.01, wait=0.0, deadline=60.0)
     return Server(experiment, kind, grid, roster, terms=chosen, out=out), grid  # type: ignore[arg-type]
+
+
+def assert_same_run(sim: Simulation, expected: Result, server: Server, grid: FakeGrid, result: Result) -> None:
+    """The simulator and the deployment have the same server, clients, measures and bytes."""
+    assert not server.refusals
+    assert_close(sim.record.server, server.record.server)
+    assert_close(sim.record.common, server.record.common)
+    for i in range(sim.data.clients):
+        assert_close(sim.record.row(i), held_by(grid, server, i).row)
+    for measure, values in expected.per_client.items():
+        assert values == pytest.approx(result.per_client[measure], abs=1e-12)
+    assert [expected.bytes[k] for k in ("up", "down", "meta")] == [result.bytes[k] for k in ("up", "down", "meta")]

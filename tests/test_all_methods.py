@@ -443,7 +443,7 @@ def test_dropped_answers_and_empty_rounds_are_survived(name: str, fields: dict[s
 def test_flower_is_the_simulator(
     name: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flower_grid import deployed, held_by
+    from flower_grid import assert_same_run, deployed
 
     monkeypatch.setattr("fedspan.treefile.os.fsync", lambda _: None)  # what is compared here need not outlive a crash
     method, settings = make(name, **fields), {"participation": 1.0, "epochs": 1, "mapping": "loop"}
@@ -458,14 +458,8 @@ def test_flower_is_the_simulator(
         settings=Settings(evaluate_every=100, batch_size=8, dtype="float64", workers=1, **settings),
     )
     expected = sim.run()
-    assert not server.refusals and [line["answered"] for line in server.record.lines] == [3, 3]
-    assert_close(sim.record.server, server.record.server)
-    assert_close(sim.record.common, server.record.common)
-    for i in range(3):
-        assert_close(sim.record.row(i), held_by(grid, server, i).row)
-    for measure, values in expected.per_client.items():
-        assert values == pytest.approx(result.per_client[measure], abs=1e-12)
-    assert [expected.bytes[k] for k in ("up", "down", "meta")] == [result.bytes[k] for k in ("up", "down", "meta")]
+    assert [line["answered"] for line in server.record.lines] == [3, 3]
+    assert_same_run(sim, expected, server, grid, result)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

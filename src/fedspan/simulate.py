@@ -207,12 +207,13 @@ class Simulation:
         lost = dropped(sampled, self.settings, self.seed, t)
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
         sizes: Counter[str] = Counter()
-        now = {i: self.record.capacity(i) for i in going}
+        now: dict[int, Capacity] = {}
         rows: list[tuple[list[int], Tree, Tree]] = []
         mean, each, weights = Mean(), {}, {}
         up: Counter[Capacity] = Counter()
         for job, meta, answer in self._train(t, going, lost, sizes):
             capacity = self.capacities[job.meta["capacity"]]
+            now |= dict.fromkeys(job.meta["ids"], capacity)
             up[capacity] += sum(meta["bytes"].values())
             rows.append((job.meta["ids"], job.data["rows"], answer["rows"]))
             if meta["answered"]:

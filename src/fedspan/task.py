@@ -87,7 +87,6 @@ class Task:
         self.kind, self.dtype, self.seed = kind, dtype, seed if seed is not None else 0
         self.module = self._prepare(module)
         self._own_loss = loss
-        self._zero_head = False  # a head can only be found in a module that is there
         if self._build is None and seed is not None:
             self.module = self._redrawn(seed, "init")
         self.names = [k for k, p in self.module.named_parameters() if p.requires_grad]
@@ -156,6 +155,8 @@ class Task:
             ConfigError: if a layer owns parameters but has no `reset_parameters`.
         """
         module = self._redrawn(*parts)
+        if self._zero_head:
+            self._cleared(module)
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return {k: state[k].detach().clone() for k in [*self.names, *self.stats]}
 
@@ -404,7 +405,7 @@ class Task:
                         " initialisation. Pass a function that builds the model instead of the model."
                     )
                 reset()
-        return self._cleared(module) if self._zero_head else module
+        return module
 
     def _cleared(self, module: nn.Module) -> nn.Module:
         with torch.no_grad():
