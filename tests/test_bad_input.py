@@ -190,7 +190,7 @@ def in_turn(cases: Iterable[Any], each: int) -> list[tuple[Any, str]]:
     ]
 
 
-@pytest.mark.parametrize(("case", "name"), in_turn(HANDLED, 2))
+@pytest.mark.parametrize(("case", "name"), in_turn(HANDLED, 3))
 def test_odd_data_are_trained_on_with_finite_state(case: str, name: str) -> None:
     model = nn.Sequential(Scale(0.01), *mlp()) if case == "bytes" else None
     assert_finite(run(name, HANDLED[case](), model, classes=3))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from conftest import call, make_data
-from fedspan import evaluate
+from fedspan import evaluate, targets
 from fedspan.capacity import Devices, assign, measure
 from fedspan.config import assemble, from_dict
 from fedspan.errors import ConfigError
@@ -114,6 +114,12 @@ def test_a_round_lasts_as_long_as_its_slowest_participant(tmp_path: Path, monkey
     assert "over time on devices" in write_page([done], tmp_path / "report.html").read_text()
     found = evaluate.to_target(lines, 0.0)
     assert found is not None and found["clock"] == lines[0]["clock"]["total"]
+    operations = sum(cost[(1.0, 0.3)[i % 2]].flops * len(data.train[i]) for i in range(7))
+    assert found["flops"] == lines[0]["clock"]["flops"] == pytest.approx(operations, rel=0.05)
+    _, (row,) = targets.reached([done], [0.01])
+    assert (row.round, row.clock, row.flops) == (1, found["clock"], found["flops"])
+    told = call("targets", str(tmp_path / "run"), "--accuracy", "0.01").stdout
+    assert "on devices" in told and "TFLOP" in told
 
 
 EXPERIMENT = {

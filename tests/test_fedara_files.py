@@ -17,6 +17,7 @@ def test_all_settings_are_there() -> None:
     assert {n.removeprefix("fedara/") for n in NAMES} == tables | {
         "ablation-lambda",
         "adaptive-rank",
+        "cost-to-accuracy",
         "time-to-accuracy",
     }
 
@@ -31,7 +32,8 @@ def test_every_row_is_a_valid_experiment(name: str) -> None:
         for row in experiment.rows:
             config = config_of(experiment, row, row.lr[0], {}, ["data.root=/nowhere"])
             assert config.method["name"] == row.method and row.fields.items() <= config.method.items()
-            assert config.partition.clients == 20 and config.train.batch_size == 16 and config.train.evaluate_after
+            assert config.partition.clients == 20 and config.train.batch_size == 16
+            assert config.train.evaluate_after == ("to-accuracy" not in name) != (config.train.evaluate_every == 1)
             assert (config.rounds, config.train.epochs) == ((2, 1) if experiment.quickened else (20, 5))
             several = "heterogeneous" in name and row.method in ("fedproto", "fedtgp", "fedkd", "local")
             assert config.model.kinds == (KINDS if several else ())

@@ -178,6 +178,14 @@ def _seconds(devices: Devices, client: int, cost: Cost, examples: int) -> float 
     return devices.seconds(client, cost.flops * examples, cost.up + cost.down)
 
 
+class Timed(NamedTuple):
+    """A round on devices: its seconds, who was last, and the operations of all participants together."""
+
+    seconds: float
+    slowest: int
+    flops: float
+
+
 class Clock:
     """How long rounds would take on real devices: a round is as long as its slowest participant."""
 
@@ -185,25 +193,25 @@ class Clock:
         self.devices, self.cost = devices, cost
         self._known: dict[Capacity, Cost] = {}
 
-    def round(
-        self, examples: dict[int, int], capacity: dict[int, Capacity], sent: dict[Capacity, float]
-    ) -> tuple[float, int]:
-        """Seconds of a round, and who was last.
+    def round(self, examples: dict[int, int], capacity: dict[int, Capacity], sent: dict[Capacity, float]) -> Timed:
+        """What a round takes.
 
         Args:
             examples: training examples of every participant.
             capacity: what each trained with.
             sent: bytes up and down of one participant, by capacity.
         """
-        times = []
+        times, operations = [], 0.0
         for i, n in examples.items():
             c = capacity[i]
             if c not in self._known:
                 self._known[c] = self.cost(i, c)
-            seconds = self.devices.seconds(i, self._known[c].flops * n, sent[c])
+            flops = self._known[c].flops * n
+            seconds = self.devices.seconds(i, flops, sent[c])
             assert seconds is not None
             times.append((seconds, i))
-        return max(times)
+            operations += flops
+        return Timed(*max(times), operations)
 
 
 class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -81,16 +81,17 @@ def to_target(
     """Round, bytes sent (both ways) and seconds when the mean first reaches a target; None if it never does.
 
     `higher` says whether a higher value is better; otherwise the mean must fall to the target. `clock` is the time on
-    the clients' devices, where a run was given them.
+    the clients' devices and `flops` the operations of all clients, where a run was given devices.
     """
     up = down = 0
-    seconds = 0.0
+    seconds = flops = 0.0
     for line in lines:
         up += line["bytes"]["up"]
         down += line["bytes"]["down"] + line["bytes"].get("announce", 0)
         seconds += line["seconds"]
+        flops += line.get("clock", {}).get("flops", 0.0)
         mean = line[measure]["mean"] if line.get(measure) else None
         if mean is not None and (mean >= target if higher else mean <= target):
-            timed = {"clock": line["clock"]["total"]} if "clock" in line else {}
+            timed = {"clock": line["clock"]["total"], "flops": flops} if "clock" in line else {}
             return {"round": line["round"], "up": up, "down": down, "seconds": seconds, **timed}
     return None

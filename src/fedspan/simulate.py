@@ -250,14 +250,14 @@ class Simulation:
     def _time(
         self, clock: Clock, going: dict[int, Capacity], weights: dict[int, float], up: Counter[Capacity]
     ) -> dict[str, Any]:
-        """How long the round would have taken on the clients' devices: seconds, since the start, and who was last."""
+        """The round on the clients' devices: seconds, since the start, who was last, operations of all together."""
         since = self.record.lines[-1].get("clock", {}).get("total", 0.0) if self.record.lines else 0.0
         if not going:
-            return {"seconds": 0.0, "total": since, "slowest": None}
+            return {"seconds": 0.0, "total": since, "slowest": None, "flops": 0.0}
         heard = Counter(going[i] for i in weights)
         sent = {c: self._down[c] + up[c] / max(1, heard[c]) for c in set(going.values())}
-        seconds, last = clock.round({i: len(self.data.train[i]) for i in going}, going, sent)
-        return {"seconds": seconds, "total": since + seconds, "slowest": last}
+        timed = clock.round({i: len(self.data.train[i]) for i in going}, going, sent)
+        return {**timed._asdict(), "total": since + timed.seconds}
 
     def _cost(self, client: int, capacity: Capacity) -> Cost:
         """What a round at a capacity costs, measured on the client with most examples that can afford as much."""

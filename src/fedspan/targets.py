@@ -35,6 +35,8 @@ class Reached:
     up: float | None
     down: float | None
     seconds: float | None
+    clock: float | None = None  # seconds on the clients' devices, where all runs were given them
+    flops: float | None = None  # operations of all clients there
 
     @property
     def bytes(self) -> float | None:
@@ -66,21 +68,19 @@ def _one(group: Group, measure: Measure, target: float) -> Reached:
     each = [to_target(r.lines, target, measure.name, higher=measure.higher) for r in group.runs]
     found = [f for f in each if f is not None]
     rounds = [float(f["round"]) for f in found]
-    up, down, seconds = (mean([float(f[k]) for f in found]) for k in ("up", "down", "seconds"))
-    return Reached(
-        group.label, target, len(each), len(found), mean(rounds), deviation(rounds), up, down, seconds
-    )  # fmt: skip
+    kept = [k for k in ("up", "down", "seconds", "clock", "flops") if all(k in f for f in found)]
+    means = {k: mean([float(f[k]) for f in found]) for k in kept}
+    return Reached(group.label, target, len(each), len(found), mean(rounds), deviation(rounds), **means)
 
 
 def to_csv(measure: Measure, rows: Sequence[Reached]) -> str:
     """The table as CSV, bytes as whole numbers."""
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n")
-    write.writerow(
-        [measure.name, "method", "seeds", "reached", "rounds", "rounds std", "up", "down", "bytes", "seconds"]
-    )
+    names = ["rounds", "rounds std", "up", "down", "bytes", "seconds", "device seconds", "operations"]
+    write.writerow([measure.name, "method", "seeds", "reached", *names])
     for r in rows:
-        numbers = [r.round, r.round_spread, r.up, r.down, r.bytes, r.seconds]
+        numbers = [r.round, r.round_spread, r.up, r.down, r.bytes, r.seconds, r.clock, r.flops]
         write.writerow([r.target, r.label, r.seeds, r.reached, *("" if v is None else f"{v:.10g}" for v in numbers)])
     return out.getvalue()
 

@@ -9,7 +9,7 @@ from fedspan.commands.run import Experiment, Overrides
 
 
 def capacity(exp: Experiment, overrides: Overrides = None) -> None:
-    """Show what a round costs each client, and the rank chosen for its device ([devices] of the experiment)."""
+    """Show what a round costs each client, and the rank chosen for its device (section devices of the experiment)."""
     from dataclasses import replace
 
     from fedspan.capacity import Devices, assign

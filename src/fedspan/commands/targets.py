@@ -1,4 +1,4 @@
-"""`fedspan targets`: rounds and bytes to a target accuracy, per method."""
+"""`fedspan targets`: rounds, bytes and, on devices, computation to a target accuracy, per method."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ Drawn = Annotated[
 
 
 def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv = None, drawn: Drawn = None) -> None:
-    """Rounds and bytes that finished runs needed to reach a target, one row per method, means over seeds."""
+    """Rounds and bytes that finished runs needed to reach a target, one row per method, means over seeds.
+
+    Runs with a section devices also show the time on these and the operations of all clients.
+    """
     from fedspan import targets as of
     from fedspan.report.canvas import save
     from fedspan.report.measures import measure_of
@@ -44,8 +47,10 @@ def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv =
     if not wanted or (loss if percent else accuracy):
         raise ConfigError(f"targets: these runs need --{'accuracy' if percent else 'loss'} with a number.")
     measure, rows = of.reached(found, wanted)
-    cells = [_cells(r, measure.text(r.target)) for r in rows]
-    show(table([measure.title, "method", "rounds", "up", "down", "together", "seconds"], cells, right=range(2, 7)))
+    columns = [measure.title, "method", "rounds", "up", "down", "together", "seconds", "on devices", "operations"]
+    shown = len(columns) if any(r.clock is not None for r in rows) else 7
+    cells = [_cells(r, measure.text(r.target))[:shown] for r in rows]
+    show(table(columns[:shown], cells, right=range(2, shown)))
     if any(r.reached < r.seeds for r in rows):
         say("Where not all seeds reached a target, means are over those that did, and flatter the method.")
     if csv is not None:
@@ -57,10 +62,12 @@ def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv =
 
 def _cells(r: Reached, target: str) -> list[str]:
     if r.round is None or r.up is None or r.down is None:
-        return [target, r.label, "not reached", "", "", "", ""]
+        return [target, r.label, "not reached", *[""] * 6]
     spread = "" if r.round_spread is None else f" ± {r.round_spread:.1f}"
     rounds = f"{r.round:.1f}{spread}" if r.seeds > 1 else f"{r.round:.0f}"
     if r.reached < r.seeds:
         rounds += f" ({r.reached} of {r.seeds} seeds)"
     seconds = "" if r.seconds is None else f"{r.seconds:.1f}"
-    return [target, r.label, rounds, size(r.up), size(r.down), size(r.up + r.down), seconds]
+    clock = "" if r.clock is None else f"{r.clock:.0f} s"
+    operations = "" if r.flops is None else f"{r.flops / 1e12:.3g} TFLOP"
+    return [target, r.label, rounds, size(r.up), size(r.down), size(r.up + r.down), seconds, clock, operations]
