@@ -253,7 +253,7 @@ def one_round(
     engine = Engine(method, task, data, 3, 8, 1, mapping)  # type: ignore[arg-type]
     federation = federation_of(method, data)
     capacity = method.capacity_of(ids[0])
-    first, task = engine.model(sorted(set(federation.capacities), key=str)[0]), engine.model(capacity)
+    first, task = engine.model(federation.kinds[0]), engine.model(capacity)
     server, common = method.init_server(first, federation), method.common(first, federation)
     rows = tree.stack([method.init_client(task, Who(i, capacity, key(3, "client", i), 3)) for i in ids])
     down = method.download(server, torch.tensor(ids), capacity, t)

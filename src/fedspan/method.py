@@ -104,6 +104,11 @@ class Federation:
     capacities: tuple[Capacity, ...] = ()
     groups: Tensor | None = None
 
+    @property
+    def kinds(self) -> list[Capacity]:
+        """The capacities there are, in one order for all; the first one's model starts the server's state."""
+        return sorted(set(self.capacities), key=str)
+
 
 @dataclass(frozen=True)
 class Who:

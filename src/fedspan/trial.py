@@ -41,7 +41,7 @@ def try_round(
     capacities = tuple(capacity_in(method, task, i) for i in range(data.clients))
     capacity = capacity_in(method, task, client, level)
     federation = Federation(data.clients, 0, capacities, data.groups)
-    first = engine.model(sorted(set(capacities), key=str)[0])
+    first = engine.model(federation.kinds[0])
     server, common = method.init_server(first, federation), method.common(first, federation)
     rows = tree.stack([engine.begin(capacity, client)])
     down = method.download(server, torch.tensor([client]), capacity, round)

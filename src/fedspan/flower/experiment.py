@@ -83,11 +83,6 @@ class Experiment:
         return capacity_in(self.method, self.task, client, level)
 
 
-def first_capacity(federation: Federation) -> Capacity:
-    """The capacity whose model starts the server's and the common state."""
-    return sorted(set(federation.capacities), key=str)[0]
-
-
 def read_experiment(text: str, data: FederatedData | Kind) -> Experiment:
     """The experiment of a TOML text, on data like these."""
     config = read_config(text)

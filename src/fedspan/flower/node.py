@@ -14,7 +14,7 @@ from fedspan.data.federated import FederatedData
 from fedspan.engine import Engine
 from fedspan.errors import Divergence, Refused
 from fedspan.flower.envelope import Facts
-from fedspan.flower.experiment import Experiment, Kind, first_capacity, seat
+from fedspan.flower.experiment import Experiment, Kind, seat
 from fedspan.flower.personal import Held, Personal
 from fedspan.tree import Tree
 from fedspan.treefile import save_tree
@@ -118,7 +118,7 @@ class Node:
         capacity = federation.capacities[number]
         engine = self._engine(asked)
         row = engine.begin(capacity, number)
-        common = e.method.common(engine.model(first_capacity(federation)), federation)
+        common = e.method.common(engine.model(federation.kinds[0]), federation)
         return Held(tree.contiguous(row), tree.contiguous(common), 0, 0)
 
     def _hear(self, held: Held, asked: Facts, payload: bytes) -> Held | int:
