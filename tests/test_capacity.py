@@ -49,9 +49,9 @@ def test_a_smaller_rank_costs_less() -> None:
     for a, b in pairwise(found):
         assert a.flops > b.flops and a.memory > b.memory and a.up > b.up
     assert found[0].up - found[1].up == 8 * (40 * 40 - 12 * 80)
-    # The decay of the product costs r² (m + n) in a step, and half of that in every other one.
+    # The decay of the product takes 2 r² (m + n) products in a step, and half of that in every other one.
     decayed = [measure(FedAra(ratio=0.3, layers=("2",), decay_every=k), wide(), make_data(), 3, TRAIN) for k in (1, 2)]
-    once = 3 * 2 * 12**2 * 80
+    once = 2 * 2 * 12**2 * 80
     assert [round(4 * (c.flops - found[1].flops)) for c in decayed] == [2 * once, once]
     # Coded parts are counted as they travel.
     assert (
