@@ -89,9 +89,11 @@ def to_target(
         up += line["bytes"]["up"]
         down += line["bytes"]["down"] + line["bytes"].get("announce", 0)
         seconds += line["seconds"]
-        flops += line.get("clock", {}).get("flops", 0.0)
+        clock = line.get("clock", {})
+        flops += clock.get("flops", 0.0)
         mean = line[measure]["mean"] if line.get(measure) else None
         if mean is not None and (mean >= target if higher else mean <= target):
-            timed = {"clock": line["clock"]["total"], "flops": flops} if "clock" in line else {}
-            return {"round": line["round"], "up": up, "down": down, "seconds": seconds, **timed}
+            found = {"round": line["round"], "up": up, "down": down, "seconds": seconds}
+            found |= {"clock": clock["total"]} if clock else {}
+            return found | ({"flops": flops} if "flops" in clock else {})  # runs of earlier versions did not count them
     return None

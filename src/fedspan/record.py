@@ -105,9 +105,10 @@ class Record:
     def _begin(self, engine: Engine, loaded: Loaded | None, clients: bool) -> None:
         """Start from nothing, or from a checkpoint."""
         out, read_only = self.out, self.read_only
-        self.stores = {c: self._store(engine, c) for c in self.federation.kinds} if clients else {}
+        kinds = self.federation.kinds
+        self.stores = {c: self._store(engine, c) for c in kinds} if clients else {}
         if loaded is None:
-            first = engine.model(self.federation.kinds[0])
+            first = engine.model(kinds[0])
             self.server: Tree = tree.contiguous(engine.method.init_server(first, self.federation))
             self.common: Tree = tree.contiguous(engine.method.common(first, self.federation))
             norm = engine.method.size(self.server)
