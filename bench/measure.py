@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.workloads import Workload
+from fedspan.learn.task import Task
 from fedspan.methods import make
-from fedspan.settings import Settings, sample
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings, sample
+from fedspan.simulation.simulator import Simulation
 
 
 def fedspan_speed(w: Workload, method: str, fields: dict[str, object]) -> tuple[float, float]:

@@ -11,12 +11,12 @@ import time
 
 import torch
 
-from fedspan.capacity import Peak
 from fedspan.data.federated import FederatedData
+from fedspan.learn.task import Task
 from fedspan.methods import FedAra
 from fedspan.models import build
-from fedspan.task import Task
-from fedspan.trial import try_round
+from fedspan.simulation.devices import Peak
+from fedspan.simulation.dry_run import try_round
 
 LAYERS = {"cnn": ("conv2", "fc1"), "cnn1": ("conv2", "fc1", "fc2")}
 

@@ -18,11 +18,11 @@ def one(clients: int, rounds: int) -> dict[str, Any]:
     import torch
 
     from fedspan.data.federated import FederatedData
+    from fedspan.learn.task import Task
     from fedspan.methods import make
     from fedspan.models import build
-    from fedspan.settings import Settings
-    from fedspan.simulate import Simulation
-    from fedspan.task import Task
+    from fedspan.simulation.settings import Settings
+    from fedspan.simulation.simulator import Simulation
 
     n = clients * 7
     x = torch.randn(7_000, 784, generator=torch.Generator().manual_seed(0))

@@ -18,7 +18,7 @@ from fedspan.report import figures as drawn
 from fedspan.report import load_runs, save, write_page
 from fedspan.report.paired import differences_figure
 from fedspan.report.runs import load_run
-from fedspan.report.subspace import coordinates, embedding_figure, spectrum_figure, structure
+from fedspan.report.subspace_panel import coordinates, embedding_figure, spectrum_figure, structure
 
 HERE = Path(__file__).parent
 LIMIT = 150_000  # bytes of a picture
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "gallery")
     chosen = parser.parse_args()
     if not any(chosen.runs.glob("*/result.json")):
-        subprocess.run([sys.executable, "-m", "fedspan.cli", "demo", "--out", str(chosen.runs)], check=True)
+        subprocess.run([sys.executable, "-m", "fedspan.cli.app", "demo", "--out", str(chosen.runs)], check=True)
     chosen.out.mkdir(parents=True, exist_ok=True)
     runs = load_runs(chosen.runs)
     drawn.curves(runs, chosen.out / "over-rounds.png")

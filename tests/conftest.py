@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from fedspan import tree
-from fedspan.cli import app
+from fedspan.cli.app import app
 from fedspan.data.federated import FederatedData
 from fedspan.layers import plain_weights
+from fedspan.learn.task import Task
 from fedspan.method import Method
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params, Tree
 
 torch.set_num_threads(1)

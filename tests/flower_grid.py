@@ -14,18 +14,18 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from conftest import assert_close, make_data, make_task
 from fedspan.data.federated import FederatedData
-from fedspan.flower.client import make_client_app
-from fedspan.flower.experiment import Experiment, Kind
-from fedspan.flower.node import Node
-from fedspan.flower.personal import Held, Personal
-from fedspan.flower.server import Roster, Server
-from fedspan.flower.terms import Terms
+from fedspan.deploy.experiment import DataKind, Experiment
+from fedspan.deploy.node.app_factory import make_client_app
+from fedspan.deploy.node.client_state import Held, Personal
+from fedspan.deploy.node.node import Node
+from fedspan.deploy.policy import Policy
+from fedspan.deploy.server.server import Roster, Server
+from fedspan.learn.task import Task
 from fedspan.method import Method
 from fedspan.methods import name_of
-from fedspan.result import Result
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.result import Result
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 
 FIRST_NODE = 100
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1  # as inside a run
@@ -102,7 +102,7 @@ def experiment_of(method: Method, task: Task, rounds: int, **settings: Any) -> E
 
 
 def deployed(
-    method: Method, root: Path, *, rounds: int = 2, clients: int = 3, terms: Terms | None = None, **settings: Any
+    method: Method, root: Path, *, rounds: int = 2, clients: int = 3, terms: Policy | None = None, **settings: Any
 ) -> tuple[Server, FakeGrid]:
     """A server and its nodes on the small federation of the other tests."""
     data, task = make_data(clients=clients), make_task()
@@ -110,14 +110,14 @@ def deployed(
 
 
 def deployed_on(
-    experiment: Experiment, data: FederatedData, root: Path, terms: Terms | None = None, out: Path | None = None
+    experiment: Experiment, data: FederatedData, root: Path, terms: Policy | None = None, out: Path | None = None
 ) -> tuple[Server, FakeGrid]:
     clients = data.clients
     nodes = {i: Node(experiment, data, i, root / f"node-{i}") for i in range(clients)}
     grid = FakeGrid(Nodes(nodes), clients)
     roster = Roster(tuple(FIRST_NODE + i for i in range(clients)), tuple(f"n{i}" for i in range(clients)), data.groups)
-    kind = Kind(tuple(data.x.shape[1:]), data.classes)
-    chosen = terms or Terms(poll=0.01, wait=0.0, deadline=60.0)
+    kind = DataKind(tuple(data.x.shape[1:]), data.classes)
+    chosen = terms or Policy(poll=0.01, wait=0.0, deadline=60.0)
     return Server(experiment, kind, grid, roster, terms=chosen, out=out), grid  # type: ignore[arg-type]
 
 

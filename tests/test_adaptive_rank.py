@@ -21,16 +21,17 @@ from torch import Tensor, nn
 
 from conftest import assert_close, assert_same, call, make_data, make_task
 from conftest import finished as run
-from fedspan import lowrank, tree, wire
-from fedspan.capacity import Devices, measure
+from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError, Refused
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.method import Capacity, Method, Round, Visit
 from fedspan.methods import FedAra, FedAraStar, make
-from fedspan.onboard import onboard
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.devices import Devices, measure
+from fedspan.simulation.onboarding import onboard
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
 
 LADDER: dict[str, Any] = {"ratio": (1.0, 0.4), "layers": ("0",), "adapt_ratios": (0.4, 0.2, 0.1), "lam": 0.0}
@@ -237,7 +238,7 @@ def test_rows_of_clients_in_several_stores_are_taken_and_put_by_id() -> None:
 def test_flower_is_the_simulator_while_ranks_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flower_grid import assert_same_run, deployed
 
-    monkeypatch.setattr("fedspan.treefile.os.fsync", lambda _: None)
+    monkeypatch.setattr("fedspan.storage.tree_file.os.fsync", lambda _: None)
     method = FedAra(adapt_energy=0.9, momentum=0.5, **NARROW)
     server, grid = deployed(method, tmp_path, rounds=5, epochs=1)
     result = server.run()
@@ -255,7 +256,7 @@ def test_flower_is_the_simulator_while_ranks_change(tmp_path: Path, monkeypatch:
 def test_a_node_predicts_and_exports_at_its_level(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    from fedspan.flower.service import Service
+    from fedspan.deploy.node.service import Service
 
     node = tmp_path / "clinic"
     node.mkdir()

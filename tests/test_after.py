@@ -10,9 +10,9 @@ import torch
 from conftest import assert_close, make_data, make_task
 from conftest import finished as run
 from fedspan import tree
-from fedspan.local import sgd
+from fedspan.learn.sgd import sgd
 from fedspan.methods import make
-from fedspan.simulate import Simulation
+from fedspan.simulation.simulator import Simulation
 
 
 def judged(sim: Simulation, client: int, weights: Any) -> float:

@@ -19,13 +19,13 @@ import torch
 from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
-from fedspan.engine import Answer, Engine
 from fedspan.errors import ConfigError
-from fedspan.method import Federation, Method, Who
+from fedspan.method import ClientInfo, Federation, Method
 from fedspan.methods import METHODS, make
 from fedspan.randomness import key
-from fedspan.settings import Settings, sample
-from fedspan.simulate import Simulation
+from fedspan.simulation.engine import Answer, Engine
+from fedspan.simulation.settings import Settings, sample
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
 
 # One row per method and variant worth its own line: name, fields.
@@ -255,7 +255,7 @@ def one_round(
     capacity = method.capacity_of(ids[0])
     first, task = engine.model(federation.kinds[0]), engine.model(capacity)
     server, common = method.init_server(first, federation), method.common(first, federation)
-    rows = tree.stack([method.init_client(task, Who(i, capacity, key(3, "client", i), 3)) for i in ids])
+    rows = tree.stack([method.init_client(task, ClientInfo(i, capacity, key(3, "client", i), 3)) for i in ids])
     down = method.download(server, torch.tensor(ids), capacity, t)
     shared = wire.roundtrip(down.shared, method.codecs(t))[0]
     if not coded:
@@ -300,7 +300,7 @@ def test_client_update_is_pure(name: str, fields: dict[str, Any], kind: str) -> 
     capacity, ids = method.capacity_of(0), alike(method)[:2]
     task, federation = engine.model(capacity), federation_of(method, data)
     server, common = method.init_server(task, federation), method.common(task, federation)
-    rows = tree.stack([method.init_client(task, Who(i, capacity, key(3, "client", i), 3)) for i in ids])
+    rows = tree.stack([method.init_client(task, ClientInfo(i, capacity, key(3, "client", i), 3)) for i in ids])
     down = method.download(server, torch.tensor(ids), capacity, 1)
     before = tree.digest((server, common, rows, down.shared, down.own, task.init()))
     first = engine.update(capacity, 1, ids, rows, down.shared, down.own, common)
@@ -335,7 +335,7 @@ def test_bystanders_keep_their_state_bit_for_bit(name: str, fields: dict[str, An
     for i in set(range(7)) - set(asked):
         capacity = method.capacity_of(i)
         task = method.model(make_task(), capacity)
-        assert_same(sim.record.row(i), method.init_client(task, Who(i, capacity, key(3, "client", i), 3)))
+        assert_same(sim.record.row(i), method.init_client(task, ClientInfo(i, capacity, key(3, "client", i), 3)))
 
 
 @ROWS
@@ -445,7 +445,9 @@ def test_flower_is_the_simulator(
 ) -> None:
     from flower_grid import assert_same_run, deployed
 
-    monkeypatch.setattr("fedspan.treefile.os.fsync", lambda _: None)  # what is compared here need not outlive a crash
+    monkeypatch.setattr(
+        "fedspan.storage.tree_file.os.fsync", lambda _: None
+    )  # what is compared here need not outlive a crash
     method, settings = make(name, **fields), {"participation": 1.0, "epochs": 1, "mapping": "loop"}
     server, grid = deployed(method, tmp_path, epochs=1)
     result = server.run()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError, DataError, FedspanError
+from fedspan.learn.task import Task
 from fedspan.methods import METHODS, make
-from fedspan.result import Result
-from fedspan.simulate import simulate
-from fedspan.task import Task
+from fedspan.simulation.result import Result
+from fedspan.simulation.simulator import simulate
 
 Pair = tuple[Any, Any]
 EVERY = pytest.mark.parametrize("name", sorted(METHODS))

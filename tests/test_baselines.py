@@ -33,10 +33,11 @@ from torch import Tensor, nn
 
 from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree
-from fedspan.batches import Batch, Batches, Epochs, Part, Validation, draw
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
-from fedspan.local import gradient, hessian_product
+from fedspan.learn.batches import Batch, Batches, Epochs, Share, Validation, draw
+from fedspan.learn.sgd import gradient, hessian_product
+from fedspan.learn.task import Task
 from fedspan.method import Round
 from fedspan.methods import (
     Apfl,
@@ -55,9 +56,8 @@ from fedspan.methods import (
     PFedMe,
     PFedSim,
 )
-from fedspan.settings import Settings, sample
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings, sample
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
 from test_limits import MAPPING, STEPS, models, run, same_models
 
@@ -581,12 +581,12 @@ def test_fedala_settles_its_first_blend_and_then_takes_one_pass() -> None:
 def test_a_part_of_the_data_is_another_one_in_every_round() -> None:
     rows = np.arange(10, 30)
     some = [
-        draw(rows, rows[:0], {"p": Part(0.3)}, seed=0, round=t, client=1, batch_size=4, epochs=1)["p"] for t in (1, 2)
+        draw(rows, rows[:0], {"p": Share(0.3)}, seed=0, round=t, client=1, batch_size=4, epochs=1)["p"] for t in (1, 2)
     ]
     for s in some:
         assert s.shape == (2, 4) and len(set(s[s >= 0])) == 6 and set(s[s >= 0]) <= set(rows)
     assert set(some[0].ravel()) != set(some[1].ravel())
-    none = draw(rows[:1], rows[:0], {"p": Part(0.0)}, seed=0, round=1, client=1, batch_size=4, epochs=1)["p"]
+    none = draw(rows[:1], rows[:0], {"p": Share(0.0)}, seed=0, round=1, client=1, batch_size=4, epochs=1)["p"]
     assert none.tolist() == [[10]]
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vmap
 
-from fedspan.batches import All, Batches, Epochs, Index, Steps, Validation, draw, pad, rows_of
 from fedspan.errors import ConfigError
+from fedspan.learn.batches import All, Batches, Epochs, Index, Steps, Validation, draw, pad, rows_of
 from fedspan.randomness import fold, key
 
 SIZES = st.integers(1, 23)

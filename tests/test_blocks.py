@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 from conftest import assert_same, make_data, make_task
-from fedspan import evaluate, randomness
-from fedspan.config_types import build_dataclass
+from fedspan import randomness
 from fedspan.data.federated import FederatedData
-from fedspan.engine import choose_mapping, chunk_size
 from fedspan.errors import ConfigError
 from fedspan.method import Method, Sharing
+from fedspan.method.fields import build_dataclass
 from fedspan.methods import FedAvg, FedRep, PflMf, name_of
 from fedspan.randomness import fold, generator, key, normal, number, torch_seed, uniform
-from fedspan.settings import Settings, dropped, sample
-from fedspan.simulate import Simulation
+from fedspan.simulation import evaluation
+from fedspan.simulation.engine import choose_mapping, chunk_size
+from fedspan.simulation.settings import Settings, dropped, sample
+from fedspan.simulation.simulator import Simulation
 
 FAST = hypothesis(deadline=None, max_examples=40, database=None)
 
@@ -126,7 +127,7 @@ def test_torch_seed_is_keyed_and_puts_the_generator_back() -> None:
 @given(st.lists(st.tuples(st.one_of(st.none(), st.floats(0, 1)), st.integers(1, 50)), min_size=1, max_size=12))
 def test_summary_is_numpys_over_the_clients_that_have_a_value(rows: list[tuple[float | None, int]]) -> None:
     values, n = [v for v, _ in rows], [w for _, w in rows]
-    got = evaluate.summary(values, n)
+    got = evaluation.summary(values, n)
     kept = [(v, w) for v, w in rows if v is not None]
     if not kept:
         assert got == {}
@@ -144,17 +145,17 @@ def test_summary_is_numpys_over_the_clients_that_have_a_value(rows: list[tuple[f
 
 def test_per_client_means_and_none_for_clients_without_examples() -> None:
     sums = {"n": np.array([4.0, 0.0, 2.0]), "squared_error": np.array([16.0, 0.0, 0.5]), "loss": np.array([1.0, 0, 3])}
-    got = evaluate.per_client(sums)
+    got = evaluation.per_client(sums)
     assert got == {
         "n": [4, 0, 2],
         "squared_error": [4.0, None, 0.25],
         "rmse": [2.0, None, 0.5],
         "loss": [0.25, None, 1.5],
     }
-    found = evaluate.summarise(got)
+    found = evaluation.summarise(got)
     assert "n" not in found and found["rmse"]["mean"] == 1.25
     assert found["loss"]["weighted"] == pytest.approx((4 * 0.25 + 2 * 1.5) / 6)
-    assert evaluate.summarise({"n": [0], "loss": [None]}) == {"loss": {}}
+    assert evaluation.summarise({"n": [0], "loss": [None]}) == {"loss": {}}
 
 
 def line(t: int, mean: float | None, up: int = 10, down: int = 20, **more: int) -> dict[str, Any]:
@@ -166,18 +167,18 @@ LINES = [line(1, None), line(2, 0.3, announce=5), line(3, None), line(4, 0.7), l
 
 
 def test_curves_and_protocols() -> None:
-    assert evaluate.curve(LINES) == [(2, 0.3), (4, 0.7), (5, 0.6), (6, 0.8)]
-    assert evaluate.curve(LINES, of="p10")[0] == (2, 0.15)
-    assert evaluate.last(LINES, 3) == pytest.approx(0.7) and evaluate.last(LINES) == pytest.approx(0.6)
-    assert evaluate.best(LINES) == 0.8 and evaluate.best(LINES[:5]) == 0.7
-    assert evaluate.last([]) is None and evaluate.best([]) is None and evaluate.best(LINES, "loss") is None
+    assert evaluation.curve(LINES) == [(2, 0.3), (4, 0.7), (5, 0.6), (6, 0.8)]
+    assert evaluation.curve(LINES, of="p10")[0] == (2, 0.15)
+    assert evaluation.last(LINES, 3) == pytest.approx(0.7) and evaluation.last(LINES) == pytest.approx(0.6)
+    assert evaluation.best(LINES) == 0.8 and evaluation.best(LINES[:5]) == 0.7
+    assert evaluation.last([]) is None and evaluation.best([]) is None and evaluation.best(LINES, "loss") is None
 
 
 def test_to_target_counts_up_to_the_first_round_that_reaches_it() -> None:
-    assert evaluate.to_target(LINES, 0.6) == {"round": 4, "up": 40, "down": 85, "seconds": 2.0}
-    assert evaluate.to_target(LINES, 0.3) == {"round": 2, "up": 20, "down": 45, "seconds": 1.0}  # at, not above
-    assert evaluate.to_target(LINES, 0.75) == {"round": 6, "up": 60, "down": 125, "seconds": 3.0}
-    assert evaluate.to_target(LINES, 0.81) is None and evaluate.to_target([], 0.1) is None
+    assert evaluation.to_target(LINES, 0.6) == {"round": 4, "up": 40, "down": 85, "seconds": 2.0}
+    assert evaluation.to_target(LINES, 0.3) == {"round": 2, "up": 20, "down": 45, "seconds": 1.0}  # at, not above
+    assert evaluation.to_target(LINES, 0.75) == {"round": 6, "up": 60, "down": 125, "seconds": 3.0}
+    assert evaluation.to_target(LINES, 0.81) is None and evaluation.to_target([], 0.1) is None
 
 
 # ------------------------------------------------------------------------------------------------ settings

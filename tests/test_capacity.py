@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from conftest import call, make_data
-from fedspan import evaluate, targets
-from fedspan.capacity import Devices, assign, measure
 from fedspan.config import assemble, from_dict
 from fedspan.errors import ConfigError
+from fedspan.learn.task import Task
 from fedspan.methods import FedAra, FedAvg, FedHM, FedKd
 from fedspan.report import write_page
 from fedspan.report.figures import curves_figure
 from fedspan.report.measures import measure_of, points
 from fedspan.report.runs import load_run
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation import evaluation
+from fedspan.simulation.devices import Devices, assign, measure
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
+from fedspan.studies import targets
 
 TRAIN = Settings(batch_size=4, epochs=2, workers=1, dtype="float64", evaluate_every=1)
 LAYERS = ((5, 40), (40, 40), (40, 3))
@@ -112,7 +113,7 @@ def test_a_round_lasts_as_long_as_its_slowest_participant(tmp_path: Path, monkey
     assert "the slowest of each round" in curves_figure([done], "clock").axes[0].get_xlabel()
     monkeypatch.setattr("fedspan.report.page.inline_svg", lambda draw, label, name: "")  # drawing takes its time
     assert "over time on devices" in write_page([done], tmp_path / "report.html").read_text()
-    found = evaluate.to_target(lines, 0.0)
+    found = evaluation.to_target(lines, 0.0)
     assert found is not None and found["clock"] == lines[0]["clock"]["total"]
     operations = sum(cost[(1.0, 0.3)[i % 2]].flops * len(data.train[i]) for i in range(7))
     assert found["flops"] == lines[0]["clock"]["flops"] == pytest.approx(operations, rel=0.05)

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from fedspan import checkpoint, tree
-from fedspan.checkpoint import RunDirectory
+from fedspan import tree
 from fedspan.errors import CheckpointError, Divergence
-from fedspan.store import ClientStore
+from fedspan.storage import checkpoint
+from fedspan.storage.checkpoint import RunDirectory
+from fedspan.storage.client_store import ClientStore
+from fedspan.storage.tree_file import load_tree, read_tree, render, save_tree
 from fedspan.tree import Outer, Tree
-from fedspan.treefile import load_tree, read_tree, render, save_tree
 
 ROUNDS = 5
 IDENTITY = {"seed": 0, "method.name": "pfl-mf", "train.lr": 0.1}

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import fedspan
 from conftest import call, failing
-from fedspan.commands import running
-from fedspan.commands.probe import facts
+from fedspan.cli import running
+from fedspan.cli.probe import facts
 from fedspan.config import assemble, load_config
 from fedspan.methods import METHODS
 
@@ -60,7 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def shell(*arguments: str, **more: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fedspan.cli", *arguments]
+    command = [sys.executable, "-m", "fedspan.cli.app", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 
@@ -229,7 +229,7 @@ def test_doctor() -> None:
 
 @pytest.mark.parametrize("method", ["fedper", "pfl-mf", "oracle", "local"])
 def test_bytes_are_those_of_the_run(here: Path, method: str) -> None:
-    from fedspan.commands.traffic import count
+    from fedspan.cli.bytes import count
 
     config = load_config("exp.toml", [f"method.name={method}"]).resolve()
     _, found = count(config)
@@ -242,7 +242,7 @@ def test_bytes_are_those_of_the_run(here: Path, method: str) -> None:
 
 
 def test_bytes_of_factorized_fl_as_published_and_as_they_travel(here: Path) -> None:
-    from fedspan.commands.traffic import count, find_rule
+    from fedspan.cli.bytes import count, find_rule
 
     exp = Path(__file__).parent.parent / "experiments" / "factorized-fl-bytes.toml"
 
@@ -343,13 +343,11 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_does_not_import_torch() -> None:
-    code = "import sys, fedspan.cli; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import sys, fedspan.cli.app; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
 
 
 def test_package_surface() -> None:
-    import fedspan.simulate  # the module of the same name must not hide the function
-
     assert callable(fedspan.simulate) and fedspan.simulate.__name__ == "simulate"
     assert set(fedspan.__all__) <= set(dir(fedspan))
     assert all(getattr(fedspan, name) is not None for name in fedspan.__all__)

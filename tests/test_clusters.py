@@ -19,9 +19,9 @@ import torch
 from conftest import assert_close, assert_same, finished, make_data, make_task
 from fedspan import tree
 from fedspan.errors import ConfigError
+from fedspan.learn.task import Task
 from fedspan.method import Federation, Round
 from fedspan.methods import FedAvg, FedCollab, Ifca, Oracle, PriSM
-from fedspan.task import Task
 from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

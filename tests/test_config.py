@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedspan import config as config_module
-from fedspan.commands.console import child, directory
-from fedspan.commands.sweep import folder, split
+from fedspan.cli.console import child, directory
+from fedspan.cli.sweep import folder, split
 from fedspan.config import RunConfig, assemble, from_dict, load_config, to_toml
 from fedspan.errors import ConfigError
 from fedspan.methods import METHODS
-from fedspan.toml_text import parse_value, write_toml
+from fedspan.storage.toml import parse_value, write_toml
 
 FULL = """
 name = "trial"

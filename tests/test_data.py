@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedspan.data import SOURCES, FederatedData, load
-from fedspan.data.catalog import KNOWN
 from fedspan.data.federated import split
+from fedspan.data.sources.catalog import KNOWN
 from fedspan.errors import ConfigError, DataError, FedspanError
 
 pa = pytest.importorskip("pyarrow")

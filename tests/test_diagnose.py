@@ -12,11 +12,11 @@ import torch
 from conftest import call
 from fedspan.data import load, partition
 from fedspan.data.federated import FederatedData
-from fedspan.diagnosis import Diagnosis, diagnose
-from fedspan.diagnosis.advice import SUITED
-from fedspan.diagnosis.statistics import between, label_distance
+from fedspan.learn.task import Task
 from fedspan.models import build
-from fedspan.task import Task
+from fedspan.studies.diagnosis import Diagnosis, diagnose
+from fedspan.studies.diagnosis.advice import SUITED
+from fedspan.studies.diagnosis.statistics import between, label_distance
 
 DIGITS = load("digits")
 

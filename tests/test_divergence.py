@@ -16,14 +16,14 @@ from torch import Tensor
 
 from conftest import make_data, make_task
 from fedspan import tree
-from fedspan.checkpoint import RunDirectory
 from fedspan.errors import Divergence
+from fedspan.learn.task import Task
 from fedspan.method import Capacity, Down, Federation, Method, Round, Sent, Visit
 from fedspan.methods import METHODS, make
-from fedspan.result import Result
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.result import Result
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
+from fedspan.storage.checkpoint import RunDirectory
 from fedspan.tree import Tree
 
 

@@ -1,7 +1,7 @@
 """Every method that turns into another one at the edge of its parameters, and the test that shows it.
 
-The list is `fedspan.equivalences.LINES`: what is equal, and where that is tested (in float64, to 1e-12, mapped and one
-client after another unless the test says otherwise). Lines without a place of their own are tested here. Equalities
+The list is `fedspan.methods.equivalences.LINES`: what is equal, and where that is tested (float64, 1e-12, mapped and
+one client after another unless the test says otherwise). Lines without a place of their own are tested here. Equalities
 need the same weighting on both sides. What holds only under further conditions, and what does not hold, is in
 docs/equivalences.md.
 """
@@ -18,10 +18,10 @@ import torch
 
 from conftest import assert_close, finished, make_task
 from fedspan import tree
-from fedspan.equivalences import LINES, Line, of
-from fedspan.method import Federation, Who
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Federation
 from fedspan.methods import METHODS, FedAvg, FedLMT, FedSim, PFedPara, PflMf, make
-from fedspan.task import Task
+from fedspan.methods.equivalences import LINES, Line, of
 from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -59,7 +59,7 @@ def test_pfedpara_without_its_second_matrix_is_fedlmt(mapping: str) -> None:
     """Linear layers of one rank and one start; FedLMT's decay of the product is switched off."""
 
     class Zero(PFedPara):
-        def init_client(self, task: Task, who: Who) -> Tree:
+        def init_client(self, task: Task, who: ClientInfo) -> Tree:
             return tree.map(torch.zeros_like, super().init_client(task, who))
 
         def client_update(self, task: Task, client: Tree, down: Tree, visit: Any) -> Any:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from fedspan.cli import app
+from fedspan.cli.app import app
 from fedspan.data import Source
 from fedspan.errors import DataError
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.randomness import generator
-from fedspan.theory import factor_layouts, factor_sparsity, factor_updates, images
-from fedspan.theory.images import SIDE, Images, Size, epochs, network
+from fedspan.studies.theory import factor_layouts, factor_sparsity, factor_updates, images
+from fedspan.studies.theory.images import SIDE, Images, Size, epochs, network
 
 SMALL = Size(train=32, test=20, epochs=2, batch=8)
 

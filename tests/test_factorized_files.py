@@ -10,8 +10,8 @@ import pytest
 
 from fedspan.config import assemble_data
 from fedspan.methods import METHODS
-from fedspan.reproductions import available, candidates, load_experiment
-from fedspan.reproductions.grid import config_of
+from fedspan.studies.papers import available, candidates, load_experiment
+from fedspan.studies.papers.step_sizes import config_of
 
 NAMES = [n for n in available() if n.startswith("factorized-fl/table1")]
 PERMUTED = [n for n in NAMES if "permuted" in n or "domains" in n]

@@ -22,13 +22,13 @@ from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.layers import structured
-from fedspan.likeness import cosine, leading, neighbours, softmax_weights
-from fedspan.local import sgd
-from fedspan.method import Federation, Method, Round, Who
+from fedspan.learn.sgd import sgd
+from fedspan.learn.task import Task
+from fedspan.linalg.similarity import cosine, leading, neighbours, softmax_weights
+from fedspan.method import ClientInfo, Federation, Method, Round
 from fedspan.methods import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal, Local, make
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params, Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.01}
@@ -141,7 +141,7 @@ def test_what_is_shared_by_each_variant() -> None:
 class Renamed(FactorizedFL):
     """The head of client k starts with its classes renamed as its data are."""
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return super().init_client(task, who) | {"h": renamed(task, super().init_client(task, who)["h"], PHI[who.id])}
 
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from conftest import assert_close, assert_same, make_task
 from fedspan import tree
-from fedspan.batches import Epochs
 from fedspan.errors import ConfigError
+from fedspan.learn.batches import Epochs
+from fedspan.learn.task import Task
 from fedspan.method import Federation, Method, Round, Visit
 from fedspan.methods import FedAs, FedAvg, FedKd, FedPer, FedRep, Flute, Local, PFedFda
 from fedspan.methods.flute import collapse
 from fedspan.methods.pfedfda import Gaussians
-from fedspan.task import Task
 from fedspan.tree import Tree
 from test_limits import MAPPING, STEPS, models, run, same_models
 

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from conftest import assert_close, make_data, make_task
 from conftest import finished as run
-from fedspan import lowrank, tree
-from fedspan.aggregate import weighted_mean
-from fedspan.batches import Batch, Batches
+from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
-from fedspan.levels import LEVELS
-from fedspan.local import gradient
+from fedspan.learn.aggregate import weighted_mean
+from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.sgd import gradient
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
+from fedspan.method.levels import LEVELS
 from fedspan.methods import FedAra, FedAraStar, FedHM, FedPer, make
 from fedspan.models import build
-from fedspan.task import Task
 from fedspan.tree import Params
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}

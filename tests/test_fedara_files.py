@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedspan.reproductions import available, load_experiment
-from fedspan.reproductions.grid import config_of
+from fedspan.studies.papers import available, load_experiment
+from fedspan.studies.papers.step_sizes import config_of
 
 NAMES = [n for n in available() if n.startswith("fedara/")]
 KINDS = ("cnn1", "cnn2", "cnn3", "cnn4", "cnn5")

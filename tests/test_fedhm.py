@@ -22,17 +22,18 @@ from conftest import assert_close, make_data, make_task
 from conftest import finished as run
 from conftest import plain_model as model
 from conftest import plain_models as models
-from fedspan import lowrank, tree
-from fedspan.batches import Batch
+from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.factored import factors
 from fedspan.layers import Adapter, LowRank, candidates, convert
-from fedspan.local import adamw, gradient, sgd
+from fedspan.learn.batches import Batch
+from fedspan.learn.sgd import adamw, gradient, sgd
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.method import Round
+from fedspan.method.factored import factors
 from fedspan.methods import FedAvg, FedDLR, FedHM, FedLMT, make
 from fedspan.methods.fedhm import matching_rho
 from fedspan.models import build
-from fedspan.task import Task
 from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}

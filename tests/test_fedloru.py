@@ -26,12 +26,13 @@ from conftest import assert_close, assert_same, make_data, make_task
 from conftest import finished as run
 from conftest import plain_model as model
 from conftest import plain_models as models
-from fedspan import lowrank, tree
+from fedspan import tree
 from fedspan.errors import ConfigError
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.method import Federation, Visit
 from fedspan.methods import FedAvg, FedLoRA, FedLoRU, MFedLoRU, PFedLoRA, PFedLoRAJoint, PFedLoRU, make
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}

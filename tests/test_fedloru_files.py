@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from conftest import call, failing
-from fedspan.commands.traffic import count, find_rule
+from fedspan.cli.bytes import count, find_rule
 from fedspan.config import from_dict
-from fedspan.evaluate import to_target
-from fedspan.reproductions import available, load_experiment
-from fedspan.reproductions.grid import config_of
+from fedspan.simulation.evaluation import to_target
+from fedspan.studies.papers import available, load_experiment
+from fedspan.studies.papers.step_sizes import config_of
 
 NAMES = [n.removeprefix("fedloru/") for n in available() if n.startswith("fedloru/")]
 

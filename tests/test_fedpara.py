@@ -17,13 +17,13 @@ from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.layers import Plain, Structured, choose, convert, structured
+from fedspan.learn.task import Task
 from fedspan.method import Method, Sent, Visit
 from fedspan.methods import FedAvg, FedPara, PFedPara, make
 from fedspan.methods.fedpara import factors
 from fedspan.models import build
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.5}

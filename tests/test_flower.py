@@ -19,15 +19,16 @@ from flwr.app import Error, Message
 
 from conftest import assert_same, failing, make_data, make_task
 from fedspan import tree, wire
+from fedspan.deploy.envelope import seal, unseal
+from fedspan.deploy.experiment import read_config
+from fedspan.deploy.node import worker
+from fedspan.deploy.operations import prefork
+from fedspan.deploy.operations.keys import make_keys
+from fedspan.deploy.operations.proxy import nginx
+from fedspan.deploy.policy import Policy
+from fedspan.deploy.server.admission import Declared, admit, too_large
+from fedspan.deploy.server.server import Server
 from fedspan.errors import CheckpointError, ConfigError, Refused
-from fedspan.flower import starter, worker
-from fedspan.flower.envelope import seal, unseal
-from fedspan.flower.experiment import read_config
-from fedspan.flower.gate import Declared, admit, too_large
-from fedspan.flower.keys import make_keys
-from fedspan.flower.proxy import nginx
-from fedspan.flower.server import Server
-from fedspan.flower.terms import Terms
 from fedspan.method import model_at
 from fedspan.methods import FedAvg, FedLoRU, FedRep, make
 from fedspan.tree import Outer
@@ -38,7 +39,7 @@ from tools.fuzz_uploads import fuzz
 @pytest.fixture(autouse=True)
 def quick_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here crashes for real, so nothing has to reach the disk."""
-    monkeypatch.setattr("fedspan.treefile.os.fsync", lambda _: None)
+    monkeypatch.setattr("fedspan.storage.tree_file.os.fsync", lambda _: None)
 
 
 def resent(reply: Message, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Message:
@@ -86,7 +87,7 @@ def test_a_bad_upload_costs_its_sender_only(case: str, tmp_path: Path) -> None:
     server.run()
     honest, other = deployed(FedAvg(), tmp_path / "b", rounds=1, clients=4)
     other.spoil = lambda i, reply: None if i == 2 and unseal(reply.content)[0]["do"] == "train" else reply
-    honest.terms = Terms(deadline=0.1, poll=0.01, wait=0.0)
+    honest.terms = Policy(deadline=0.1, poll=0.01, wait=0.0)
     honest.run()
     assert_same(server.record.server, honest.record.server)
     line = server.record.lines[0]
@@ -119,7 +120,7 @@ def test_an_answer_from_another_node_or_to_another_round_is_not_counted(tmp_path
 
 
 def test_too_few_answers_skip_the_round_and_leave_the_state(tmp_path: Path) -> None:
-    server, grid = deployed(FedAvg(), tmp_path, rounds=1, terms=Terms(deadline=1, poll=0.01, wait=0, quorum=0.9))
+    server, grid = deployed(FedAvg(), tmp_path, rounds=1, terms=Policy(deadline=1, poll=0.01, wait=0, quorum=0.9))
     before = tree.digest(server.record.server)
     grid.spoil = lambda i, reply: reply
     server._register()
@@ -132,7 +133,7 @@ def test_too_few_answers_skip_the_round_and_leave_the_state(tmp_path: Path) -> N
 
 
 def test_over_selection_takes_the_first_answers(tmp_path: Path) -> None:
-    terms = Terms(deadline=5, poll=0.01, wait=0, over_selection=0.5)
+    terms = Policy(deadline=5, poll=0.01, wait=0, over_selection=0.5)
     server, grid = deployed(FedAvg(), tmp_path, rounds=1, clients=6, terms=terms, participation=0.5)
     server.run()
     asked = [m for m in grid.sent if m.metadata.message_type == "train"]
@@ -260,7 +261,7 @@ def test_the_gate_reads_nothing_that_is_too_long() -> None:
 def test_bad_terms_are_refused(field: str) -> None:
     for value in (-1.0, float("nan"), "much", True):
         with pytest.raises(ConfigError, match=f"Deploy: {field} must be a number"):
-            Terms(**{field: value})
+            Policy(**{field: value})
 
 
 def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
@@ -308,7 +309,7 @@ def test_a_worker_answers_its_owner_and_says_what_went_wrong(tmp_path: Path, mon
                 raise ConfigError("Node: it is told to fail.")
             return {"got": experiment, **facts}, payload[::-1]
 
-    monkeypatch.setattr("fedspan.flower.service.Service", Echo)
+    monkeypatch.setattr("fedspan.deploy.node.service.Service", Echo)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # only the main thread of a process may set it
     assert worker.call(tmp_path, {"experiment": "e", "facts": {}}, b"") is None
     threading.Thread(target=worker.serve, args=(tmp_path,), daemon=True).start()
@@ -324,14 +325,14 @@ def test_a_worker_answers_its_owner_and_says_what_went_wrong(tmp_path: Path, mon
 
 
 def test_the_starter_forks_flowers_program_and_without_it_the_program_runs_itself(tmp_path: Path) -> None:
-    program = starter.install(tmp_path) / starter.PROGRAM
+    program = prefork.install(tmp_path) / prefork.PROGRAM
 
     def asked() -> str:
         return subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
 
     assert "--runtime-api-address" in asked()
     env = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
-    command = [sys.executable, "-u", "-m", "fedspan.flower.starter", str(tmp_path)]
+    command = [sys.executable, "-u", "-m", "fedspan.deploy.operations.prefork", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         try:
@@ -340,12 +341,12 @@ def test_the_starter_forks_flowers_program_and_without_it_the_program_runs_itsel
             assert process.stdout.readline().startswith("usage: flwr-clientapp")
         finally:
             process.terminate()
-    assert not (tmp_path / starter.NOTE).exists()
+    assert not (tmp_path / prefork.NOTE).exists()
     assert "--runtime-api-address" in asked()
 
 
 def test_what_flower_starts_for_every_message_imports_no_torch() -> None:
-    code = "import sys, fedspan.flower.client_app; sys.exit('torch' in sys.modules)"
+    code = "import sys, fedspan.deploy.node.client_app; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}).returncode == 0
     )
@@ -385,7 +386,7 @@ def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path, client: 
     from safetensors import safe_open
 
     from conftest import call
-    from fedspan.flower.service import Service
+    from fedspan.deploy.node.service import Service
 
     node = tmp_path / "clinic"
     node.mkdir()

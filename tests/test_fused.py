@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from conftest import assert_close, make_data, make_task
 from fedspan import tree
-from fedspan.batches import Batches
-from fedspan.local import sgd
+from fedspan.learn.batches import Batches
+from fedspan.learn.sgd import sgd
+from fedspan.learn.task import Task
 from fedspan.randomness import key
-from fedspan.task import Task
 
 
 class Twice(nn.Module):

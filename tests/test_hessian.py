@@ -12,9 +12,10 @@ from torch.autograd.functional import hessian
 from torch.func import functional_call
 
 from conftest import call, failing, make_data, make_task
-from fedspan import lowrank, tree
+from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.hessian import (
+from fedspan.linalg import lowrank
+from fedspan.studies.hessian import (
     hessian_products,
     paper_estimate,
     quadrature,
@@ -23,8 +24,8 @@ from fedspan.hessian import (
     stable_rank,
     whole,
 )
-from fedspan.theory.hessian_rank import Plan
-from fedspan.theory.hessian_rank import run as compare
+from fedspan.studies.theory.hessian_rank import Plan
+from fedspan.studies.theory.hessian_rank import run as compare
 
 H_FIXED = np.diag([5.0, -7.0, 1.0, 0.5, 0.0, 0.1, 2.0, -0.3])
 

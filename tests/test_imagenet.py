@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedspan.data import load
-from fedspan.data.catalog import KNOWN
+from fedspan.data.sources.catalog import KNOWN
 from fedspan.errors import DataError
 
 Image = pytest.importorskip("PIL.Image")

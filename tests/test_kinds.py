@@ -11,9 +11,9 @@ from conftest import finished as run
 from fedspan import tree
 from fedspan.config import assemble, from_dict
 from fedspan.errors import ConfigError
+from fedspan.learn.task import Task
 from fedspan.method import Federation
 from fedspan.methods import METHODS, make
-from fedspan.task import Task
 
 
 def net(width: int) -> Task:

@@ -36,11 +36,11 @@ from fedspan.language import (
     save_merged,
 )
 from fedspan.language.instructions import NOTHING, prompt
+from fedspan.learn.task import Task
 from fedspan.methods import FedAvg, FedLoRA, FedLoRU, FedRep, PFedLoRU
 from fedspan.models import build
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 
 SIZES = {"hidden": 16, "mlp": 24, "layers": 1, "heads": 2, "kv_heads": 1}
 WORDS = ("red", "green", "blue", "sun", "moon")

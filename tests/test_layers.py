@@ -10,7 +10,6 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from conftest import SmallCnn, assert_close, assert_same, make_model, make_task
-from fedspan import lowrank
 from fedspan.errors import ConfigError
 from fedspan.layers import (
     LAYOUTS,
@@ -28,8 +27,9 @@ from fedspan.layers import (
     plain_weights,
     structured,
 )
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.models import build
-from fedspan.task import Task
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 PLAIN = [

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from conftest import call
-from fedspan.data import leaf, load, partition
-from fedspan.data.catalog import KNOWN
+from fedspan.data import load, partition
+from fedspan.data.formats import leaf
+from fedspan.data.sources.catalog import KNOWN
 from fedspan.errors import ConfigError, DataError
 
 PIXELS = 28 * 28

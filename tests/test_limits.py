@@ -28,7 +28,8 @@ from torch.func import functional_call
 from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree
 from fedspan.data.federated import FederatedData
-from fedspan.method import Federation, Method, Who
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Federation, Method
 from fedspan.methods import (
     Ditto,
     FedAvg,
@@ -43,9 +44,8 @@ from fedspan.methods import (
     PflMfJoint,
     PflMfPaper,
 )
-from fedspan.settings import Settings, sample
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings, sample
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
 
 STEPS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -293,7 +293,7 @@ def starting(base: type[PflMf], U: Callable[[Task], Tensor], v: Callable[[Task, 
             start = super().init_server(task, federation)
             return {**start, "U": U(task), "C": torch.eye(self.width, dtype=torch.float64)}
 
-        def init_client(self, task: Task, who: Who) -> Tree:
+        def init_client(self, task: Task, who: ClientInfo) -> Tree:
             return {"v": v(task, who.id), "stats": {}}
 
     method: PflMf = Started(**({"v_scale": "1", "v_steps": 5} | fields))
@@ -344,7 +344,7 @@ def test_pfl_mf_with_one_column_per_client_is_local(mapping: str, participation:
     )
 
     class Own(Local):
-        def init_client(self, task: Task, who: Who) -> Tree:
+        def init_client(self, task: Task, who: ClientInfo) -> Tree:
             return {"theta": task.fresh("own", who.id)}
 
     chosen = len(sample(7, Settings(participation=participation), 5, 1))

@@ -12,10 +12,10 @@ from torch.func import vmap
 
 from conftest import assert_close, assert_same, make_task
 from fedspan import tree
-from fedspan.batches import Batch, Batches
-from fedspan.local import adamw, gradient, mean_gradient, sgd
+from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.sgd import adamw, gradient, mean_gradient, sgd
+from fedspan.learn.task import Task
 from fedspan.randomness import key
-from fedspan.task import Task
 from fedspan.tree import Tree
 
 G = torch.Generator().manual_seed(0)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from conftest import call
+from fedspan.learn.task import Task
 from fedspan.method import Federation, Round
 from fedspan.methods import METHODS
 from fedspan.methods.fedavg import FedAvg
 from fedspan.report.canvas import save
-from fedspan.report.matching import (
+from fedspan.report.matching_panel import (
     Matching,
     curves_figure,
     facts,
@@ -33,7 +34,6 @@ from fedspan.report.matching import (
 from fedspan.report.measures import monitored
 from fedspan.report.page import _matching, write_page
 from fedspan.report.runs import Run, group, load_run
-from fedspan.task import Task
 from fedspan.tree import Tree
 
 EXPERIMENT = """
@@ -198,7 +198,7 @@ def test_matrices_are_kept_only_of_small_federations(
     run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(METHODS, "factorized-fl-toy", Toy)
-    monkeypatch.setattr(sys.modules["fedspan.simulate"], "MATRIX_CLIENTS", 7)
+    monkeypatch.setattr(sys.modules["fedspan.simulation.simulator"], "MATRIX_CLIENTS", 7)
     (tmp_path / "exp.toml").write_text(EXPERIMENT)
     call("run", str(tmp_path / "exp.toml"), "rounds=2", "--out", str(tmp_path / "large"), "-q")
     large = load_run(tmp_path / "large")

@@ -18,9 +18,9 @@ from fedspan import FederatedData, Result, make, simulate, tree
 from fedspan.config import assemble, from_dict
 from fedspan.data import load
 from fedspan.errors import ConfigError, DataError
-from fedspan.method import Who
-from fedspan.onboard import Client, hold_out, onboard, train_alone
+from fedspan.method import ClientInfo
 from fedspan.randomness import key
+from fedspan.simulation.onboarding import Client, hold_out, onboard, train_alone
 
 EXPERIMENT: dict[str, Any] = {
     "rounds": 10,
@@ -155,7 +155,7 @@ def test_whole_models_in_the_subspace_are_solved_for_too(name: str, federation: 
     new = onboard(result, x, y, x, y)
     simulation: Any = result.simulation
     method, task = simulation.method, simulation.task
-    row = method.init_client(task, Who(16, None, key(0, "client", 16), 0))
+    row = method.init_client(task, ClientInfo(16, None, key(0, "client", 16), 0))
     U = simulation.record.server["U"]
     start = tree.unravel(U @ row["v"], tree.select(task.init(), method.factorised(task)))
     before = task.example_loss(task.predict(start, x), y).mean()

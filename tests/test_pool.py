@@ -16,7 +16,7 @@ import torch
 
 from conftest import assert_same
 from fedspan.errors import ConfigError, FedspanError, Refused
-from fedspan.pool import Job, Meta, Pool, WorkerError
+from fedspan.simulation.workers import Job, Meta, Pool, WorkerError
 from fedspan.tree import Outer, Tree
 
 HERE = os.getpid()
@@ -185,7 +185,7 @@ def test_close_ends_the_workers_even_when_they_are_busy_and_a_closed_pool_starts
 
 ORPHANS = """
 import json, os, time
-from fedspan.pool import Job, Pool
+from fedspan.simulation.workers import Job, Pool
 
 def handle(meta, data, common):
     time.sleep(meta["sleep"])

@@ -17,16 +17,17 @@ import torch
 from torch import nn
 
 from conftest import assert_close, finished, make_data, make_task
-from fedspan import subspace, tree
+from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.layers import parts, structured
-from fedspan.method import Federation, Round, Who
+from fedspan.learn.task import Task
+from fedspan.linalg import subspace
+from fedspan.method import ClientInfo, Federation, Round
 from fedspan.methods import AmhtLrs, FedAvg, LrBpfl, Waffle, make
 from fedspan.randomness import key
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -117,7 +118,7 @@ def test_lr_bpfl_with_frozen_masks_of_one_is_fedavg(kind: str) -> None:
 
 def test_lr_bpfl_divergence_and_average() -> None:
     method = LrBpfl(rank=2, prior_scale=0.3)
-    q = method.init_client(make_task(), Who(0, None, key(0), 0))["q"]
+    q = method.init_client(make_task(), ClientInfo(0, None, key(0), 0))["q"]
     mean, scale = (torch.tensor(a, dtype=torch.float64) for a in (2**-0.5, 0.3))
     prior, total = torch.distributions.Normal(mean, scale), torch.zeros((), dtype=torch.float64)
     for name in q:
@@ -137,7 +138,7 @@ def test_lr_bpfl_divergence_and_average() -> None:
 def test_lr_bpfl_gates_close_components() -> None:
     task = make_task()
     method = LrBpfl(rank=2, adaptive_rank=True, members=0)
-    q = method.init_client(task, Who(0, None, key(0), 0))["q"]
+    q = method.init_client(task, ClientInfo(0, None, key(0), 0))["q"]
     closed = {k: torch.full_like(a, -9.0) if k.endswith("gate") else a for k, a in q.items()}
     made = method.drawn(task, task.init(), closed, None)
     M = torch.outer(q["0.gamma_mu"][0], q["0.alpha_mu"][0])  # the first component has no gate
@@ -179,7 +180,7 @@ def test_waffle_divergences_are_those_of_the_books() -> None:
 
 def test_waffle_with_all_factors_in_use_is_fedavg_of_the_factorised_network() -> None:
     class Sure(Waffle):
-        def init_client(self, task: Task, who: Who) -> Tree:
+        def init_client(self, task: Task, who: ClientInfo) -> Tree:
             client = super().init_client(task, who)
             q = {k: torch.full_like(a, 300.0) if k.endswith("logit") else a for k, a in client["q"].items()}
             return {**client, "q": q}
@@ -191,7 +192,7 @@ def test_waffle_with_all_factors_in_use_is_fedavg_of_the_factorised_network() ->
         def private(self, task: Task) -> list[str]:
             return parts(task.module, "z")
 
-        def init_client(self, task: Task, who: Who) -> Tree:
+        def init_client(self, task: Task, who: ClientInfo) -> Tree:
             return {"h": {k: torch.ones_like(a) for k, a in super().init_client(task, who)["h"].items()}}
 
         def client_update(self, task: Task, client: Tree, down: Tree, visit: Any) -> Any:

@@ -20,9 +20,9 @@ from conftest import assert_close, make_data, make_task
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
+from fedspan.learn.task import Task
 from fedspan.method import Federation, Round
 from fedspan.methods import FedProto, FedTgp, Local
-from fedspan.task import Task
 from fedspan.tree import Tree
 from test_limits import MAPPING, STEPS, run, same_models
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from conftest import assert_close, make_data, make_task
-from fedspan.batches import All, Batches, Epochs, draw
 from fedspan.data.federated import FederatedData
+from fedspan.learn.batches import All, Batches, Epochs, draw
+from fedspan.learn.task import Task
 from fedspan.method import Method
 from fedspan.methods import Ditto, FedAvg, FedProx, FedRep, Local
 from fedspan.randomness import key
-from fedspan.settings import Settings, sample
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings, sample
+from fedspan.simulation.simulator import Simulation
 
 SEED, ROUNDS, SIZE, EPOCHS = 4, 2, 8, 2
 OPTIMISERS: dict[str, dict[str, Any]] = {

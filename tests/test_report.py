@@ -19,12 +19,12 @@ from fedspan.errors import FedspanError
 from fedspan.report import load_runs, summary_rows, to_csv, to_latex, to_markdown, to_rich, write_page
 from fedspan.report.assets import plotly
 from fedspan.report.figures import bytes_bars, clients, curves
+from fedspan.report.narrative import headline, summary
 from fedspan.report.page import client_table
 from fedspan.report.plots import label_table, monitor_plots, plots
 from fedspan.report.runs import Run, as_run, group, load_run
 from fedspan.report.tables import short
 from fedspan.report.text import clean, without_paths
-from fedspan.report.words import headline, summary
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

@@ -15,14 +15,14 @@ import torch
 
 from conftest import call
 from fedspan import report
-from fedspan.commands import running
+from fedspan.cli import running
 from fedspan.errors import ConfigError
 from fedspan.methods import METHODS
-from fedspan.reproductions import available, candidates, finals, load_experiment
-from fedspan.reproductions.curves import draw, series
-from fedspan.reproductions.files import Row, slug
-from fedspan.reproductions.grid import Outcome, config_of
-from fedspan.reproductions.parsing import parse
+from fedspan.studies.papers import available, candidates, finals, load_experiment
+from fedspan.studies.papers.curves import draw, series
+from fedspan.studies.papers.experiment_file import PaperRow, slug
+from fedspan.studies.papers.published import parse
+from fedspan.studies.papers.step_sizes import RowOutcome, config_of
 
 TINY = """
 rounds = 2
@@ -325,10 +325,10 @@ def test_rows_that_are_tuned_alike_share_their_validation_runs() -> None:
 def test_rows_that_differ_in_one_number_are_drawn(tmp_path: Path) -> None:
     e = load_experiment("figure-rank").select(["mnist-r1", "mnist-r10", "mnist-r2", "mnist-r3"])
 
-    def outcome(row: Row, accuracy: float) -> Outcome:
+    def outcome(row: PaperRow, accuracy: float) -> RowOutcome:
         (job,) = finals(e, row, 0.1, row.rules[0], 1)
         result = {"accuracy": {"mean": accuracy}, "seconds": {"train": 2.0, "evaluate": 1.0}}
-        return Outcome(row=row, chosen=job, tests=((job, result),))
+        return RowOutcome(row=row, chosen=job, tests=((job, result),))
 
     found = series([outcome(row, 0.1 * k) for k, row in enumerate(e.rows, 1)])
     assert [s.label for s in found] == ["MNIST (paper form)", "MNIST (default)"] and {s.name for s in found} == {"r"}
@@ -338,5 +338,5 @@ def test_rows_that_differ_in_one_number_are_drawn(tmp_path: Path) -> None:
     assert all(f">{k}<" in wide for k in (20, 50, 100, 400)) and "$" not in wide  # a logarithmic axis, in plain numbers
     two = [outcome(row, 0.5) for row in e.rows if row.fields["rank"] < 3]
     assert series(two) == []
-    diverged = [Outcome(row=row) for row in e.rows]
+    diverged = [RowOutcome(row=row) for row in e.rows]
     assert series(diverged) == []

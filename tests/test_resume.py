@@ -17,7 +17,7 @@ import pytest
 
 from fedspan import tree
 from fedspan.errors import CheckpointError
-from fedspan.simulate import Simulation
+from fedspan.simulation.simulator import Simulation
 
 TOOLS = Path(__file__).parent / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -158,7 +158,7 @@ def test_an_interrupt_between_keeping_two_parts_of_a_round_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
     """Rows are replaced chunk by chunk: an interrupt in between must not leave half a round in the checkpoint."""
-    from fedspan.store import ClientStore
+    from fedspan.storage.client_store import ClientStore
 
     what = {"method": "ditto", **spec(chunk=2)}
     play(tmp_path / "whole", what)
@@ -249,7 +249,7 @@ def test_more_rounds_continue_and_fewer_keep_what_is_there(tmp_path: Path, quick
 
 
 def test_rows_on_disk_equal_rows_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
-    from fedspan import checkpoint
+    from fedspan.storage import checkpoint
 
     memory = play(None, {**DISK, **spec()})
     monkeypatch.setattr(checkpoint, "SMALL_BYTES", 0)

@@ -13,11 +13,11 @@ import torch
 from conftest import call
 from fedspan.config import assemble, assemble_data, from_dict, to_toml
 from fedspan.data import FederatedData, Source, describe, load, partition, text_picture
-from fedspan.data.catalog import DOMAINS, KNOWN
-from fedspan.data.picture import judged_by
+from fedspan.data.describe import judged_by
+from fedspan.data.sources.catalog import DOMAINS, KNOWN
 from fedspan.errors import ConfigError, DataError
-from fedspan.simulate import simulate
-from fedspan.toml_text import parse_toml
+from fedspan.simulation.simulator import simulate
+from fedspan.storage.toml import parse_toml
 
 
 @pytest.fixture(autouse=True)
@@ -133,11 +133,11 @@ def test_domains_of_listed_classes_with_different_numbers_of_them(here: Path) ->
 
 def test_equal_domains_are_permuted_as_before() -> None:
     """Renaming inside C_k classes draws the same permutations where all C_k are alike."""
-    from fedspan.data import deal
+    from fedspan.data.partitions import assign
 
-    a = deal.permutations(4, 5, np.random.default_rng(0))
-    assert np.array_equal(a, deal.permutations(4, 5, np.random.default_rng(0), [5] * 4))
-    b = deal.permutations(4, 5, np.random.default_rng(0), [2, 3, 4, 5])
+    a = assign.permutations(4, 5, np.random.default_rng(0))
+    assert np.array_equal(a, assign.permutations(4, 5, np.random.default_rng(0), [5] * 4))
+    b = assign.permutations(4, 5, np.random.default_rng(0), [2, 3, 4, 5])
     assert all(b[k, 2 + k :].tolist() == list(range(2 + k, 5)) for k in range(4))
 
 

@@ -12,10 +12,10 @@ import torch
 from conftest import assert_close, assert_same, finished, make_data, make_task
 from fedspan import tree
 from fedspan.errors import ConfigError
+from fedspan.learn.server_optimizer import moments, step
 from fedspan.methods import Cfl, FedAvg, Oracle, make
-from fedspan.server_step import moments, step
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 
 # One method of each way a server makes its averages.
 AVERAGING: list[tuple[str, dict[str, Any]]] = [

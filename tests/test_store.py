@@ -14,13 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan import checkpoint, tree
-from fedspan.checkpoint import RunDirectory
+from fedspan import tree
 from fedspan.errors import CheckpointError, Divergence
 from fedspan.randomness import key, normal
-from fedspan.store import ClientStore
+from fedspan.storage import checkpoint
+from fedspan.storage.checkpoint import RunDirectory
+from fedspan.storage.client_store import ClientStore
+from fedspan.storage.tree_file import Segment
 from fedspan.tree import Outer, Tree
-from fedspan.treefile import Segment
 
 IDS = [3, 1, 4, 15, 9, 2, 6]
 

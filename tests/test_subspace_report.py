@@ -16,12 +16,12 @@ import torch
 
 from conftest import call
 from fedspan import tree
-from fedspan.commands.analyse import refreshed
-from fedspan.commands.running import open_run
+from fedspan.cli.analyse import refreshed
+from fedspan.cli.running import open_run
 from fedspan.errors import FedspanError
 from fedspan.report.page import _coordinates, write_page
 from fedspan.report.runs import group, load_run
-from fedspan.report.subspace import Coordinates, coordinates, norms, sentence, structure
+from fedspan.report.subspace_panel import Coordinates, coordinates, norms, sentence, structure
 
 EXPERIMENT = """
 rounds = 8

@@ -11,14 +11,14 @@ from torch.func import vmap
 
 from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree
-from fedspan.batches import Batch
 from fedspan.errors import ConfigError
-from fedspan.local import sgd
+from fedspan.learn.batches import Batch
+from fedspan.learn.sgd import sgd
+from fedspan.learn.task import Task
 from fedspan.methods import FedAvg
 from fedspan.randomness import key
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
 
 
 def batch(x: Tensor, y: Tensor, w: Tensor | None = None, k: int | Tensor = 0) -> Batch:

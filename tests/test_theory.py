@@ -13,17 +13,17 @@ from torch.func import grad
 from typer.testing import CliRunner
 
 from conftest import assert_close
-from fedspan.cli import app
+from fedspan.cli.app import app
 from fedspan.methods.pfl_mf import PflMfPaper
 from fedspan.randomness import generator
-from fedspan.theory import example_1, example_2, figure_1, movielens
-from fedspan.theory.collaborative import Client, Sums, server_step
-from fedspan.theory.curvature import curvature, lipschitz
-from fedspan.theory.noise import noisy
-from fedspan.theory.problem import Problem, random_logistic, random_quadratic
-from fedspan.theory.ratings import FILE, Ratings, load
-from fedspan.theory.rounds import start_of, trajectory
-from fedspan.theory.theorem_1 import check
+from fedspan.studies.theory import example_1, example_2, figure_1, movielens
+from fedspan.studies.theory.collaborative import Rater, Sums, server_step
+from fedspan.studies.theory.curvature import curvature, lipschitz
+from fedspan.studies.theory.noise import noisy
+from fedspan.studies.theory.plain_rounds import start_of, trajectory
+from fedspan.studies.theory.problem import Problem, random_logistic, random_quadratic
+from fedspan.studies.theory.ratings import FILE, Ratings, load
+from fedspan.studies.theory.theorem_1 import check
 
 
 @pytest.mark.parametrize("problem", [random_quadratic(), random_logistic()], ids=["quadratic", "logistic"])
@@ -113,7 +113,7 @@ def test_server_step_uses_sums_and_vanishes_at_a_solution() -> None:
     U = torch.from_numpy(rng.normal(size=(6, 2)))
     items, sums = torch.arange(4), Sums(6, 2)
     for v in torch.from_numpy(rng.normal(size=(5, 2))):
-        client = Client(items, U[items] @ v)
+        client = Rater(items, U[items] @ v)
         assert_close({"v": client.solve(U, 0.0)}, {"v": v}, 1e-10)
         sums.add(client.upload(U, v))
     new = server_step(U, sums, 1e-12, 1.0)

@@ -16,8 +16,8 @@ from torch.func import vmap
 
 from conftest import assert_close, assert_same
 from fedspan import tree, wire
-from fedspan.aggregate import Mean, cluster_mean, mix, weighted_mean, weighted_sum
 from fedspan.errors import ConfigError, Refused
+from fedspan.learn.aggregate import Mean, cluster_mean, mix, weighted_mean, weighted_sum
 from fedspan.tree import Outer, Tree
 from fedspan.wire import Codec, Energy, Half, Rows, Sparse
 

@@ -15,13 +15,13 @@ from typing import Any
 from scenarios import scenario
 
 from fedspan.data.federated import FederatedData
-from fedspan.diagnosis import diagnose
+from fedspan.studies.diagnosis import diagnose
 from fedspan.errors import FedspanError
 from fedspan.methods import METHODS, make
 from fedspan.models import build
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
-from fedspan.task import Task
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
+from fedspan.learn.task import Task
 
 CANDIDATES = ("local", "fedavg", "fedper", "fedrep", "ditto", "pfl-mf", "factorized-fl-beta", "ifca", "fedala")
 TITLES = ["seed", "kind", "named", "rank", "recommended", "candidate", "accuracy", "rounds", "seconds", "note"]

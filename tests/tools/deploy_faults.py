@@ -40,21 +40,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
 
-import fedspan.flower
+import fedspan.deploy
 from fedspan import tree
-from fedspan.checkpoint import RunDirectory
 from fedspan.config import assemble, load_config
+from fedspan.deploy.experiment import kind_of
+from fedspan.deploy.operations import processes
+from fedspan.deploy.operations.deployment import LOOPBACK, Deployment, node_command, start_node, watch_run
+from fedspan.deploy.operations.keys import make_keys
+from fedspan.deploy.operations.proxy import nginx
+from fedspan.deploy.policy import Policy
 from fedspan.errors import FedspanError
-from fedspan.flower import processes
-from fedspan.flower.deployment import LOOPBACK, Deployment, node_command, start_node, watch_run
-from fedspan.flower.experiment import kind_of
-from fedspan.flower.keys import make_keys
-from fedspan.flower.proxy import nginx
-from fedspan.flower.terms import Terms
-from fedspan.settings import Settings
-from fedspan.simulate import Simulation
+from fedspan.simulation.settings import Settings
+from fedspan.simulation.simulator import Simulation
+from fedspan.storage.checkpoint import RunDirectory
 
-LOCAL = Path(fedspan.flower.__file__).parent / "local.toml"
+LOCAL = Path(fedspan.deploy.__file__).parent / "local.toml"
 # What is printed when a node is turned away, by itself (TLS) or by the SuperLink (authentication); without such a sign
 # it may only have been slow.
 OWN_SIGNS = ("CERTIFICATE_VERIFY", "Connection attempt failed")
@@ -134,7 +134,7 @@ class Federation:
         config = load_config(file, [f"partition.clients={len(self.names)}", *overrides]).resolve()
         kind = kind_of(config)
         assert kind is not None
-        return config.name, self.server.submit(config, kind, Terms(deadline=deadline, quorum=quorum, wait=120))
+        return config.name, self.server.submit(config, kind, Policy(deadline=deadline, quorum=quorum, wait=120))
 
     def until_round(self, name: str, t: int) -> dict[str, Any]:
         end = time.monotonic() + PATIENCE
@@ -463,8 +463,8 @@ def _send_again(f: Federation, folder: Path, over: threading.Event, tried: Count
     from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
     from flwr.supernode.fleet_http_connection import http_request_response
 
-    from fedspan.flower.envelope import seal, unseal
-    from fedspan.flower.service import Service
+    from fedspan.deploy.envelope import seal, unseal
+    from fedspan.deploy.node.service import Service
 
     key: Any = load_ssh_private_key((folder / "key").read_bytes(), None)
     where = f"{LOOPBACK}:{f.server.port}"

@@ -26,14 +26,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from conftest import make_data, make_task
 from fedspan import tree, wire
-from fedspan.aggregate import Mean
+from fedspan.deploy.envelope import KIND, seal, unseal
+from fedspan.deploy.experiment import DataKind, stand_in
+from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
 from fedspan.errors import Refused
-from fedspan.flower.envelope import KIND, seal, unseal
-from fedspan.flower.experiment import Kind, stand_in
-from fedspan.flower.gate import Declared, admit, declare, norm_of, too_large
+from fedspan.learn.aggregate import Mean
 from fedspan.method import Sent
 from fedspan.methods import FactorizedFLBeta, FedAvg, FedKd, PflMf
-from fedspan.rounds import advance, partial_sum, stacked
+from fedspan.simulation.driver import advance, partial_sum, stacked
 from flower_grid import experiment_of
 
 EXAMPLES = 20
@@ -59,7 +59,7 @@ class Target:
     def __init__(self, method: Any) -> None:
         self.method, data = method, make_data(clients=4)
         e = self.experiment = experiment_of(method, make_task(), 1)
-        kind = Kind(tuple(data.x.shape[1:]), data.classes)
+        kind = DataKind(tuple(data.x.shape[1:]), data.classes)
         federation = e.federation(4)
         self.engine = e.engine(stand_in(kind, 4, e.seed))
         task = self.engine.model(None)

@@ -17,11 +17,11 @@ import psutil
 import torch
 from torch import nn
 
-from fedspan import checkpoint
 from fedspan.data.federated import FederatedData
 from fedspan.methods import make
-from fedspan.result import Result
-from fedspan.simulate import simulate
+from fedspan.simulation.result import Result
+from fedspan.simulation.simulator import simulate
+from fedspan.storage import checkpoint
 
 Spec = dict[str, Any]
 SPEC: Spec = {"method": "fedper", "fields": {"lr": 0.05}, "rounds": 12, "seed": 1, "hidden": 32, "clients": 8}

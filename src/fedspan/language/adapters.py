@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fedspan import lowrank
 from fedspan.errors import ConfigError
 from fedspan.language.model import CausalLM, language_model
 from fedspan.language.places import library
 from fedspan.layers import Adapter, plain_weights, structured
-from fedspan.task import Task
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.tree import Params
 
 PREFIX = "lm."  # where CausalLM keeps the model

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedspan.data import FederatedData, Source, partition
 from fedspan.data.federated import Index
-from fedspan.data.parts import printable
+from fedspan.data.formats.part import printable
 from fedspan.errors import ConfigError, DataError
 from fedspan.language.tokens import plain_ids
 from fedspan.randomness import generator

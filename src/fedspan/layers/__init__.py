@@ -5,7 +5,7 @@ anew, bias, stride, padding and groups are those of the layer it replaces. A new
 `Structured` that says how its weight is composed (and may override `forward` where that can be had for less).
 """
 
-from fedspan.layers.adapter import Adapter, Kind, Start
+from fedspan.layers.adapter import Adapter, AdapterKind, AdapterStart
 from fedspan.layers.base import Structured
 from fedspan.layers.conversion import (
     Chosen,
@@ -22,24 +22,24 @@ from fedspan.layers.conversion import (
 from fedspan.layers.dictionary import Dictionary
 from fedspan.layers.factorized import Factorized, MuStart
 from fedspan.layers.hadamard import Hadamard
-from fedspan.layers.lowrank import LowRank
+from fedspan.layers.pair import LowRank
 from fedspan.layers.principal import Principal, triples
 from fedspan.layers.views import LAYOUTS, Layout, Plain, View, matrix_dims
 
 __all__ = [
     "LAYOUTS",
     "Adapter",
+    "AdapterKind",
+    "AdapterStart",
     "Chosen",
     "Dictionary",
     "Factorized",
     "Hadamard",
-    "Kind",
     "Layout",
     "LowRank",
     "MuStart",
     "Plain",
     "Principal",
-    "Start",
     "Structured",
     "View",
     "Which",

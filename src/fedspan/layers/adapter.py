@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedspan import lowrank
 from fedspan.layers.base import Structured, kernel
 from fedspan.layers.views import Plain
+from fedspan.linalg import lowrank
 
-Kind: TypeAlias = Literal["lora", "loha", "lokr"]
+AdapterKind: TypeAlias = Literal["lora", "loha", "lokr"]
 """A B, (A1 B1) ∘ (A2 B2), or C ⊗ (A B)."""
 
-Start: TypeAlias = Literal["gaussian", "identity"]
+AdapterStart: TypeAlias = Literal["gaussian", "identity"]
 
 
 class Adapter(Structured):
@@ -36,11 +36,11 @@ class Adapter(Structured):
         self,
         like: Plain,
         rank: int,
-        kind: Kind = "lora",
+        kind: AdapterKind = "lora",
         alpha: float = 1.0,
         own_rank: int = 0,
         own_alpha: float = 1.0,
-        start: Start = "gaussian",
+        start: AdapterStart = "gaussian",
         train_base: bool = False,
     ) -> None:
         super().__init__(like)

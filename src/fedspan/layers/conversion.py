@@ -11,7 +11,7 @@ from torch import nn
 from fedspan.errors import ConfigError, nearest
 from fedspan.layers.base import Structured
 from fedspan.layers.views import Plain
-from fedspan.task import Task
+from fedspan.learn.task import Task
 from fedspan.tree import Params
 
 Which: TypeAlias = Literal["all", "body"] | tuple[str, ...]

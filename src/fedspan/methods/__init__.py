@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedspan.config_types import build_dataclass
 from fedspan.errors import ConfigError, nearest
 from fedspan.method import Method
+from fedspan.method.fields import build_dataclass
 from fedspan.methods.amht_lrs import AmhtLrs
 from fedspan.methods.apfl import Apfl
 from fedspan.methods.cfl import Cfl

@@ -10,11 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedspan import subspace, tree
-from fedspan.batches import All, Amount, Batch, Batches
+from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.method import Averaging, Capacity, Down, Federation, Round, Sent, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.batches import All, Amount, Batch, Batches
+from fedspan.learn.task import Task
+from fedspan.linalg import subspace
+from fedspan.method import Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
 from fedspan.tree import Outer, Params, Tree
 
 
@@ -86,7 +87,7 @@ class AmhtLrs(Averaging):
             raise ConfigError(f"AmhtLrs: rank must be at most {most}. Got {self.rank}.")
         return {"U": _orthonormal(columns), "theta": tree.without(start, [*names, *task.stats])}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start = task.init()
         head = _vector(start, _head(task))
         w = torch.cat([head.norm()[None], head.new_zeros(self.rank - 1)])

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Batch
 from fedspan.errors import ConfigError
-from fedspan.local import gradient, is_statistic
-from fedspan.method import Sent, Sharing, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.batches import Batch
+from fedspan.learn.sgd import gradient, is_statistic
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Sent, Sharing, Visit
 from fedspan.tree import Params, Tree
 
 
@@ -51,7 +51,7 @@ class Apfl(Sharing):
                 f" Got 'step' with momentum {self.momentum:g} and optimizer '{self.optimizer}'."
             )
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         v = task.init()
         alpha = torch.tensor(self.alpha, dtype=next(iter(v.values())).dtype)
         return {**super().init_client(task, who), "v": v, "alpha": alpha}

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedspan.batches import Amount, Batch, Epochs
-from fedspan.method import Sent, Sharing, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.batches import Amount, Batch, Epochs
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Sent, Sharing, Visit
 from fedspan.tree import Params, Tree
 
 
@@ -38,7 +38,7 @@ class Ditto(Sharing):
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "personal": Epochs(self.personal_epochs)}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {**super().init_client(task, who), "v": task.init()}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:

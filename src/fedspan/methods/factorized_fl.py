@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.aggregate import mix
-from fedspan.batches import Batch
 from fedspan.errors import ConfigError, nearest
 from fedspan.layers import (
     LAYOUTS,
@@ -28,11 +26,13 @@ from fedspan.layers import (
     part,
     structured,
 )
-from fedspan.likeness import cosine, leading, neighbours, softmax_weights
-from fedspan.local import Loss, Prox, sgd_from
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
+from fedspan.learn.aggregate import mix
+from fedspan.learn.batches import Batch
+from fedspan.learn.sgd import Loss, Prox, sgd_from
+from fedspan.learn.task import Task
+from fedspan.linalg.similarity import cosine, leading, neighbours, softmax_weights
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.randomness import generator
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Sparse
 
@@ -196,7 +196,7 @@ class FactorizedFL(Sharing):
         """The common start, in the gauge of the uploads: a newcomer's v must fit the u of the others."""
         return self.aligned(task, task.init()) if self.gauge else task.init()
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start = self.begin(task)
         kept: Tree = {"h": self.apart(task, start)[1]}
         if self.keep_momentum:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Amount, Batch, Batches, Epochs, Part
-from fedspan.local import gradient_and_value
-from fedspan.method import Sent, Sharing, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.batches import Amount, Batch, Batches, Epochs, Share
+from fedspan.learn.sgd import gradient_and_value
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Sent, Sharing, Visit
 from fedspan.tree import Params, Tree
 
 _LOSSES = 10  # how many passes must agree before the first blend counts as settled
@@ -52,12 +52,12 @@ class FedAla(Sharing):
         return names[len(names) - min(self.top, len(names)) :]
 
     def plan(self) -> Mapping[str, Amount]:
-        return {"train": Epochs(), "blend": Part(self.share)}
+        return {"train": Epochs(), "blend": Share(self.share)}
 
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
-        return {**super().personal_plan(task), "blend": Part(self.share)}
+        return {**super().personal_plan(task), "blend": Share(self.share)}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         theta, h = self.split(task, task.init())
         A = {k: torch.ones_like(theta[k]) for k in self.blended(task, theta)}
         return {"theta": theta, "h": h, "A": A, "fresh": torch.tensor(True)}

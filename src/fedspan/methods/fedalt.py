@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Amount, Batch, Batches, Epochs
-from fedspan.method import Layered, Sent, Visit, Who
-from fedspan.server_step import Rule
-from fedspan.task import Task
+from fedspan.learn.batches import Amount, Batch, Batches, Epochs
+from fedspan.learn.server_optimizer import Rule
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Layered, Sent, Visit
 from fedspan.tree import Params, Tree
 
 
@@ -80,7 +80,7 @@ class FedAlt(FedSim):
     def plan(self) -> Mapping[str, Amount]:
         return {"v": Epochs(self.v_epochs), "u": Epochs(self.u_epochs)}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return super().init_client(task, who) if self.stateful else {"h": {}}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:

@@ -11,16 +11,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedspan import lowrank, tree
-from fedspan.batches import All, Amount, Batch, Batches, Epochs
-from fedspan.classes import class_matrix, class_means
+from fedspan import tree
 from fedspan.errors import ConfigError, nearest
-from fedspan.factored import Reconstructing, factors, layer_of
 from fedspan.layers import Plain
-from fedspan.levels import LEVELS
-from fedspan.local import Loss
-from fedspan.method import Capacity, Federation, Round, Sent, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs
+from fedspan.learn.class_features import class_matrix, class_means
+from fedspan.learn.sgd import Loss
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
+from fedspan.method import Capacity, ClientInfo, Federation, Round, Sent, Visit
+from fedspan.method.factored import Reconstructing, factors, layer_of
+from fedspan.method.levels import LEVELS
 from fedspan.tree import Params, Tree
 
 
@@ -30,7 +31,7 @@ class FedAra(Reconstructing):
 
     Symbols: W and theta = ω, the extractor, full on the server; U, V = its factors at a client's rank ratio r_k; h =
     θ_k, the personal classifier; lam = λ, rho = ρ. Clients take the entries of `ratio` in turn (or those of a list of
-    `fedspan.levels.LEVELS`, by its name); 1 is dense. Ranks are r_k·min(m, n) of an m × n matrix, or r_k·outputs
+    `fedspan.method.levels.LEVELS`, by its name); 1 is dense. Ranks are r_k·min(m, n) of an m × n matrix, or r_k·outputs
     (`rank_rule`); kernels are read as o·k × i·k. Decomposed are `layers` ("main": the fewest that hold 80 % of the
     extractor, not the first convolution), or per client, in turn, those of `layer_sets` ("fc1+fc2"). A client minimises
     CE + λ_t·(distance of features to the anchor of their class) + ρ/2 ‖U Vᵀ‖² (`rho_rule`: or ρ); anchors are class
@@ -194,7 +195,7 @@ class FedAra(Reconstructing):
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "all": All()} if self.lam or self.watch else {"train": Epochs()}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start = super().init_client(task, who)
         return start | {"gap": torch.zeros_like(next(iter(task.init().values())).sum())} if self.watch else start
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import All, Amount, Batch, Batches, Epochs
-from fedspan.classes import class_matrix, class_means, members
-from fedspan.local import gradient, sgd
-from fedspan.method import Sent, Sharing, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs
+from fedspan.learn.class_features import class_matrix, class_means, members
+from fedspan.learn.sgd import gradient, sgd
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Sent, Sharing, Visit
 from fedspan.tree import Params, Tree
 
 
@@ -60,7 +60,7 @@ class FedAs(Sharing):
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
         return {"align": Epochs(self.align_epochs), "all": All()}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         theta, h = self.split(task, task.init())
         return {"theta": theta, "h": h, "met": torch.tensor(False)}
 

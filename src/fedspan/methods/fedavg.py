@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedspan.batches import Batch
-from fedspan.local import Loss
+from fedspan.learn.batches import Batch
+from fedspan.learn.sgd import Loss
+from fedspan.learn.task import Task
 from fedspan.method import Sent, Sharing, Visit
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fedspan import tree
-from fedspan.batches import Amount, Epochs
+from fedspan.learn.batches import Amount, Epochs
+from fedspan.learn.task import Task
 from fedspan.method import Sent, Sharing, Visit
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 

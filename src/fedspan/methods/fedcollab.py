@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.aggregate import cluster_mean
-from fedspan.batches import Batch
-from fedspan.classes import class_matrix, members
 from fedspan.errors import ConfigError
-from fedspan.local import sgd
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
+from fedspan.learn.aggregate import cluster_mean
+from fedspan.learn.batches import Batch
+from fedspan.learn.class_features import class_matrix, members
+from fedspan.learn.sgd import sgd
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.randomness import fold, generator, key, normal
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 
@@ -58,7 +58,7 @@ class FedCollab(Sharing):
     def common(self, task: Task, federation: Federation) -> Tree:
         return {"key": key(federation.seed, "discriminator")}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {**super().init_client(task, who), "id": torch.tensor(who.id)}
 
     def init_server(self, task: Task, federation: Federation) -> Tree:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Amount, Batches, Epochs, Validation
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
+from fedspan.learn.batches import Amount, Batches, Epochs, Validation
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.randomness import fold, key, uniform
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 
@@ -56,7 +56,7 @@ class FedFomo(Sharing):
             "key": key(federation.seed, "explore"),
         }
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         theta, h = self.split(task, task.init())
         return {"theta": theta, "h": h}
 

@@ -10,12 +10,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedspan import lowrank, tree
+from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.factored import Factored, Reconstructing, Truncating, factors
 from fedspan.layers import Plain
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.method import Capacity, Round, Visit
-from fedspan.task import Task
+from fedspan.method.factored import Factored, Reconstructing, Truncating, factors
 from fedspan.tree import Tree
 from fedspan.wire import Codec, Energy
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Batch
-from fedspan.classes import class_matrix
 from fedspan.errors import ConfigError
-from fedspan.local import gradient
-from fedspan.method import Federation, Sent, Sharing, Visit, Who
+from fedspan.learn.batches import Batch
+from fedspan.learn.class_features import class_matrix
+from fedspan.learn.sgd import gradient
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Federation, Sent, Sharing, Visit
 from fedspan.randomness import key, uniform
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Energy
 
@@ -67,7 +67,7 @@ class FedKd(Sharing):
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return super().init_server(task.smallest, federation)
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start = task.init()
         matrix = start[class_matrix(task, "FedKd")]
         D = matrix.shape[1]

@@ -9,14 +9,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedspan import lowrank, tree
-from fedspan.anneal import Annealed
-from fedspan.batches import Amount, Batch, Epochs
+from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.layers import Adapter, Chosen, Kind, Plain, Start, choose, convert, part, parts, structured
+from fedspan.layers import Adapter, AdapterKind, AdapterStart, Chosen, Plain, choose, convert, part, parts, structured
+from fedspan.learn.batches import Amount, Batch, Epochs
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit
+from fedspan.method.schedule import Annealed
 from fedspan.randomness import fold, key
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 
@@ -45,8 +46,8 @@ class FedLoRU(Annealed):
     alpha_over_r: bool = False
     tau: int | None = 20
     reinit: Literal["random", "momentum", "momentum_A"] = "random"
-    adapter: Kind = "lora"
-    start: Start = "gaussian"
+    adapter: AdapterKind = "lora"
+    start: AdapterStart = "gaussian"
     freeze_A: bool = False
     layers: Chosen = "body"
     personal_layers: tuple[str, ...] = ()
@@ -238,7 +239,7 @@ class MFedLoRU(FedLoRU):
     ranks: tuple[int, ...] = (2, 4, 8, 16)
     alpha_inner: float = 0.5
     alpha_inner_by_rank: bool = False
-    inner_start: Start = "gaussian"
+    inner_start: AdapterStart = "gaussian"
     inner_frozen: bool = False
     opt_out: bool = True
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 from fedspan.errors import ConfigError
 from fedspan.layers import Hadamard, Plain, Which, choose, convert, part, structured
+from fedspan.learn.task import Task
 from fedspan.method import Capacity, Sent, Sharing, Visit
-from fedspan.task import Task
 from fedspan.tree import Tree
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedspan.learn.task import Task
 from fedspan.method import Layered, Sent, Visit
-from fedspan.task import Task
 from fedspan.tree import Tree
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedspan.batches import All, Amount, Batch, Batches, Epochs, rows_of
-from fedspan.classes import class_matrix, class_means
-from fedspan.local import sgd
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Training, Visit, Who
+from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs, rows_of
+from fedspan.learn.class_features import class_matrix, class_means
+from fedspan.learn.sgd import sgd
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Training, Visit
 from fedspan.randomness import fold, generator, key, torch_seed
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Rows
 
@@ -59,7 +59,7 @@ class FedProto(Training):
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return {"p": torch.zeros_like(task.init()[class_matrix(task, type(self).__name__)])}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {"theta": task.init()}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:

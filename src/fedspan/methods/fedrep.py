@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fedspan.batches import Amount, Epochs
+from fedspan.learn.batches import Amount, Epochs
+from fedspan.learn.task import Task
 from fedspan.method import Sent, Sharing, Visit
-from fedspan.task import Task
 from fedspan.tree import Tree
 
 

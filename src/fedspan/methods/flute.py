@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedspan import tree
-from fedspan.batches import All, Amount, Batch, Epochs
-from fedspan.classes import class_matrix, members
 from fedspan.errors import ConfigError
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.batches import All, Amount, Batch, Epochs
+from fedspan.learn.class_features import class_matrix, members
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.tree import Params, Tree
 
 _TINY = 1e-24  # under roots: a norm of 0 has slope 0, not NaN
@@ -80,7 +80,7 @@ class Flute(Sharing):
             state["h"] = tree.map(lambda a: a.expand(n, *a.shape).clone(), head)
         return state
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         h: Params = super().init_client(task, who)["h"]
         return {"h": tree.without(h, task.head) if self.shown else h}
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.aggregate import cluster_mean
-from fedspan.batches import All, Amount, Batches, Epochs
-from fedspan.local import mean_gradient
+from fedspan.learn.aggregate import cluster_mean
+from fedspan.learn.batches import All, Amount, Batches, Epochs
+from fedspan.learn.sgd import mean_gradient
+from fedspan.learn.task import Task
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 

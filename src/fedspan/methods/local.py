@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Training, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Training, Visit
 from fedspan.tree import Tree
 
 
@@ -26,7 +26,7 @@ class Local(Training):
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return {}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {"theta": task.init()}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:

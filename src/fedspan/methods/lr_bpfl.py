@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Amount, Batch, Epochs
 from fedspan.layers import Which, choose, in_head, part
-from fedspan.method import Sent, Sharing, Visit, Who
+from fedspan.learn.batches import Amount, Batch, Epochs
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Sent, Sharing, Visit
 from fedspan.randomness import fold, key, normal
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 
@@ -74,7 +74,7 @@ class LrBpfl(Sharing):
         names = [k for k in choose(task, self.layers, "LrBpfl") if not (self.private_head and in_head(task, k))]
         return {k: start[part(k, "weight")] for k in names}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         q: Tree = {}
         for j, (k, W) in enumerate(self.masked(task).items()):
             middle = self.rank**-0.5

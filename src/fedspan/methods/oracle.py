@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.aggregate import cluster_mean
 from fedspan.errors import ConfigError
+from fedspan.learn.aggregate import cluster_mean
+from fedspan.learn.task import Task
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit
-from fedspan.task import Task
 from fedspan.tree import Tree
 
 

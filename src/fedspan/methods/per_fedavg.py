@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Amount, Batch, Epochs, Steps
-from fedspan.local import Loss, gradient, hessian_product, sgd
+from fedspan.learn.batches import Amount, Batch, Epochs, Steps
+from fedspan.learn.sgd import Loss, gradient, hessian_product, sgd
+from fedspan.learn.task import Task
 from fedspan.method import Sent, Sharing, Visit
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 

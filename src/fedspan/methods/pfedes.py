@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan import tree
-from fedspan.batches import Amount, Batch, Epochs
-from fedspan.classes import class_matrix
 from fedspan.errors import ConfigError
-from fedspan.method import Averaging, Capacity, Down, Federation, Round, Sent, Visit, Who
+from fedspan.learn.batches import Amount, Batch, Epochs
+from fedspan.learn.class_features import class_matrix
+from fedspan.learn.task import Task
+from fedspan.method import Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
 from fedspan.randomness import torch_seed
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 
@@ -69,7 +69,7 @@ class PFedEs(Averaging):
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "extractor": Epochs()}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {"theta": task.init()}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
@@ -122,7 +122,7 @@ class PFedAfm(Averaging):
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return self.with_moments({"w": tree.select(task.smallest.init(), task.smallest.body)})
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start, small = task.init(), task.smallest
         alpha = torch.ones_like(start[class_matrix(task, "PFedAfm")][0])
         return {"theta": start, "alpha": alpha, "stats": tree.select(small.init(), small.stats)}

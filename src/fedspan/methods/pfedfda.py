@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedspan import subspace, tree
-from fedspan.batches import All, Amount, Batches, Epochs
-from fedspan.classes import class_matrix, members
+from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
+from fedspan.learn.batches import All, Amount, Batches, Epochs
+from fedspan.learn.class_features import class_matrix, members
+from fedspan.learn.task import Task
+from fedspan.linalg import subspace
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.randomness import key, uniform
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 
@@ -72,7 +73,7 @@ class PFedFda(Sharing):
         S = subspace.triangle(torch.eye(W.shape[1], dtype=W.dtype))
         return {**super().init_server(task, federation), "mu": mu, "S": S}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start = task.init()
         return {
             "stats": tree.select(start, task.stats),

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedspan import lowrank
-from fedspan.anneal import Annealed
-from fedspan.batches import Amount, Epochs
 from fedspan.layers import Adapter, Chosen, Plain, choose, convert, parts
+from fedspan.learn.batches import Amount, Epochs
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.method import Capacity, Sent, Visit
-from fedspan.task import Task
+from fedspan.method.schedule import Annealed
 from fedspan.tree import Tree
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Batch
 from fedspan.errors import ConfigError
-from fedspan.method import Federation, Round, Sent, Sharing, Visit, Who
+from fedspan.learn.batches import Batch
+from fedspan.learn.task import Task
+from fedspan.method import ClientInfo, Federation, Round, Sent, Sharing, Visit
 from fedspan.randomness import fold, key, uniform
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 
@@ -42,7 +42,7 @@ class PFedMe(Sharing):
         self.require("lr_inner", 0.0, allow_zero=True)
         self.require("beta", 0.0)
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {**super().init_client(task, who), "v": task.init()}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
@@ -105,7 +105,7 @@ class L2gd(Sharing):
         """Which of the local steps of a round go to the mean."""
         return uniform(fold(shared, round), (steps,), torch.float64) < self.p
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         theta, h = self.split(task, task.init())
         return {"theta": theta, "h": h}
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.aggregate import mix
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit, Who
-from fedspan.task import Task
+from fedspan.learn.aggregate import mix
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.tree import Params, Tree
 
 
@@ -51,7 +51,7 @@ class PFedSim(Sharing):
         averaged = ("theta",) if self.private_head else ("theta", "h")
         return {**state, **self.with_moments({k: state[k] for k in averaged})}
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start = task.init()
         h, stats = tree.select(start, task.need_head()), tree.select(start, task.stats)
         return {"h": h, "stats": stats, "own": torch.tensor(self.private_head)}

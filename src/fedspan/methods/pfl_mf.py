@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedspan import subspace, tree
-from fedspan.anneal import Cosine
-from fedspan.batches import All, Amount, Batch, Batches, Epochs, Steps
+from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.local import gradient, mean_gradient
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit, Who
+from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs, Steps
+from fedspan.learn.sgd import gradient, mean_gradient
+from fedspan.learn.task import Task
+from fedspan.linalg import subspace
+from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method.schedule import Cosine
 from fedspan.randomness import key, normal, uniform
-from fedspan.task import Task
 from fedspan.tree import Outer, Params, Tree
 
 
@@ -160,7 +161,7 @@ class PflMf(Cosine):
             server |= {"gaps": torch.zeros(self.width - 1, dtype=U.dtype)}
         return server
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start = task.init()
         dtype = next(iter(start.values())).dtype
         if self.start == "common":

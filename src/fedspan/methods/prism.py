@@ -9,14 +9,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedspan import lowrank, tree
-from fedspan.decay import product_decay
+from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.layers import Principal, Which, choose, convert, in_head, part, triples
-from fedspan.local import sgd
+from fedspan.layers.decay import product_decay
+from fedspan.learn.sgd import sgd
+from fedspan.learn.task import Task
+from fedspan.linalg import lowrank
 from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.randomness import fold, key, uniform
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 

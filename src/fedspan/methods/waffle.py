@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.batches import Batch
 from fedspan.layers import Dictionary, Plain, Which, choose, convert, part, parts, structured
-from fedspan.method import Capacity, Sent, Sharing, Visit, Who
+from fedspan.learn.batches import Batch
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Sent, Sharing, Visit
 from fedspan.randomness import fold, uniform
-from fedspan.task import Task
 from fedspan.tree import Params, Tree
 
 _EULER = 0.5772156649015329
@@ -74,7 +74,7 @@ class Waffle(Sharing):
         """z is drawn from q, neither trained nor sent; the head if wanted."""
         return [*parts(task.module, "z"), *super().private(task)]
 
-    def init_client(self, task: Task, who: Who) -> Tree:
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
         h: Params = super().init_client(task, who)["h"]
         start, q = task.init(), {}
         for k in structured(task.module):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fedspan.models.registry import MODELS, Entry, build
+from fedspan.models.build import MODELS, Entry, build
 
 __all__ = ["MODELS", "Entry", "build"]

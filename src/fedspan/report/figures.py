@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from fedspan.simulation.result import Result
+
 _SIZE = (4.6, 3.2)  # inches: small, so that letters stay readable when a phone scales it down
 _MOST = 10  # curves with a colour of their own; a person cannot follow more
 _DOTS = 120  # points per method; beyond that, evenly spaced ranks stand for all
@@ -36,6 +38,11 @@ Runs = Sequence[Run | Mapping[str, Any]]
 def curves(runs: Runs, path: str | Path, x: Axis = "round") -> Path:
     """Draw the mean over clients and seeds along rounds, bytes or seconds; the band is the deviation over seeds."""
     return save(lambda: curves_figure(runs, x), path)
+
+
+def plot(result: Result, path: str | Path, x: Axis = "round") -> Path:
+    """Draw the learning curve of one result of `fedspan.simulate`."""
+    return curves([result.to_json() | {"curve": result.curve}], path, x)
 
 
 def clients(runs: Runs, path: str | Path) -> Path:

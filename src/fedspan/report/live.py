@@ -19,7 +19,7 @@ from fedspan.report.plots import monitor_plots, plots
 from fedspan.report.runs import Run, find_runs, group, load_run
 from fedspan.report.tables import summary_rows
 from fedspan.report.text import clean
-from fedspan.toml_text import parse_toml, read_small
+from fedspan.storage.toml import parse_toml, read_small
 
 HOST = "127.0.0.1"
 

@@ -69,7 +69,7 @@ def value(run: Run, measure: Measure, of: str = "mean") -> float | None:
 
 
 @dataclass(frozen=True)
-class Client:
+class ClientValue:
     """One client's final value."""
 
     index: int
@@ -80,7 +80,7 @@ class Client:
     value: float
 
 
-def clients(run: Run, measure: Measure) -> list[Client]:
+def clients(run: Run, measure: Measure) -> list[ClientValue]:
     """The clients that have a value, in the order of the file."""
     columns = run.result["per_client"]
     values, counts, ids = (_list(columns.get(k)) for k in (measure.name, "n", "id"))
@@ -94,7 +94,7 @@ def clients(run: Run, measure: Measure) -> list[Client]:
         known = 0 <= index < len(names)
         in_group = number(groups[index]) if 0 <= index < len(groups) else None
         out.append(
-            Client(
+            ClientValue(
                 index,
                 clean(str(names[index])) if known else str(index),
                 None if in_group is None else int(in_group),

@@ -14,15 +14,15 @@ from fedspan.errors import FedspanError
 from fedspan.report import paired
 from fedspan.report.assets import asset, digest, packed_plotly, plotly
 from fedspan.report.canvas import inline_svg
-from fedspan.report.measures import Client, clients
+from fedspan.report.measures import ClientValue, clients
+from fedspan.report.narrative import headline, summary
 from fedspan.report.palette import Look, looks, themes
 from fedspan.report.plots import Plot, monitor_plots, plots
-from fedspan.report.repeat import configuration, facts, notes
+from fedspan.report.provenance import configuration, facts, notes
 from fedspan.report.runs import Group, Run, group
 from fedspan.report.tables import Row, columns, summary_rows
 from fedspan.report.text import clean, without_paths
-from fedspan.report.words import headline, summary
-from fedspan.whole import write_whole
+from fedspan.storage.atomic import write_whole
 
 _CLIENTS = 1000  # rows of the table of clients
 _SETTINGS = 4
@@ -212,7 +212,7 @@ def _coordinates(groups: Sequence[Group]) -> str:
     those = [g for g in groups if g.runs[0].method.startswith("pfl-mf")]
     if not those:
         return ""
-    from fedspan.report import subspace  # needs torch, which no other part of a page does
+    from fedspan.report import subspace_panel as subspace  # needs torch, which no other part of a page does
 
     def drawn(k: int, g: Group) -> tuple[str, str]:
         of = subspace.coordinates(g.runs[0])
@@ -258,7 +258,7 @@ def _matching(groups: Sequence[Group]) -> str:
     those = [g for g in groups if name(g).startswith("factorized-fl")]
     if not those:
         return ""
-    from fedspan.report import matching  # needs torch, which no other part of a page does
+    from fedspan.report import matching_panel as matching  # needs torch, which no other part of a page does
 
     def drawn(k: int, g: Group) -> tuple[str, str]:
         of = matching.matching(g.runs[0])
@@ -284,7 +284,7 @@ def client_table(rows: Sequence[Row], groups: Sequence[Group]) -> str:
     """Every client with its value under every method, those worst served by the best method first."""
     measure = rows[0].measure
     by_label = {g.label: g for g in groups}
-    known: dict[tuple[int, int, str, float | None], tuple[Client, dict[str, float]]] = {}
+    known: dict[tuple[int, int, str, float | None], tuple[ClientValue, dict[str, float]]] = {}
     for row in rows:
         for run in by_label[row.label].runs:
             for c in clients(run, measure):
@@ -294,7 +294,7 @@ def client_table(rows: Sequence[Row], groups: Sequence[Group]) -> str:
         return "<p>No client has a value yet.</p>"
     sign = 1.0 if measure.higher else -1.0
 
-    def badness(of: tuple[Client, dict[str, float]]) -> list[tuple[bool, float]]:
+    def badness(of: tuple[ClientValue, dict[str, float]]) -> list[tuple[bool, float]]:
         return [(r.label not in of[1], sign * of[1].get(r.label, 0.0)) for r in rows]
 
     everybody = sorted(known.values(), key=badness)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedspan.report.measures import Axis, Client, Curve, Measure, clients, curve_of, monitored, time_on_devices
+from fedspan.report.measures import Axis, ClientValue, Curve, Measure, clients, curve_of, monitored, time_on_devices
 from fedspan.report.palette import looks
 from fedspan.report.runs import Group, Run
 from fedspan.report.tables import Row, short
@@ -183,7 +183,7 @@ def _boxes(place: str, title: str, caption: str, label: str, data: list[dict[str
     )
 
 
-def _box(k: int, name: str, those: Sequence[Client], scale: float, seeds: bool) -> dict[str, Any]:
+def _box(k: int, name: str, those: Sequence[ClientValue], scale: float, seeds: bool) -> dict[str, Any]:
     return {
         "type": "box",
         "meta": k,
@@ -313,7 +313,7 @@ def capacities_plot(groups: Sequence[Group], measure: Measure) -> Plot | None:
     data: list[dict[str, Any]] = []
     said: list[str] = []
     for k, g in enumerate(groups):
-        parts: dict[str, list[Client]] = {}
+        parts: dict[str, list[ClientValue]] = {}
         for run in g.runs:
             told = run.result.get("capacities")
             for c in clients(run, measure):
@@ -424,7 +424,7 @@ def _every(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return [points[k] for k in at]
 
 
-def _even(those: Sequence[Client], most: int) -> list[Client]:
+def _even(those: Sequence[ClientValue], most: int) -> list[ClientValue]:
     """All, or evenly spaced ranks, the worst and the best among them."""
     if len(those) <= most:
         return list(those)

@@ -1,0 +1,219 @@
+"""`fedspan bytes`: what would cross the wire, without training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedspan.cli.console import note, say, show, size, table
+from fedspan.cli.run import Experiment, Overrides
+
+if TYPE_CHECKING:
+    from fedspan.config import RunConfig
+    from fedspan.data.federated import FederatedData
+    from fedspan.learn.task import Task
+    from fedspan.method import Method
+    from fedspan.tree import Tree
+
+Rule = Annotated[
+    str,
+    typer.Option(
+        "--rule", help="own: what really travels. published: as the method's paper, or a paper by name, counts."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Published:
+    """How a paper counts bytes where that is not what travels: which methods, in which words."""
+
+    paper: str
+    methods: tuple[str, ...]
+    words: str
+    trained_only: bool = False  # what is trained, twice, whoever was really asked; otherwise buffers are added
+
+
+# One entry per paper: its rule goes for its own methods and for the baselines of its tables.
+RULES: dict[str, Published] = {
+    "factorized-fl": Published(
+        "Jeong and Hwang, NeurIPS 2022",
+        (
+            *("factorized-fl-alpha", "factorized-fl-beta", "factorized-fedavg", "factorized-local"),
+            *("fedavg", "fedprox", "pfedpara", "local"),
+        ),
+        "buffers of batch normalisation count with every transfer, the first download is free, indices are free",
+    ),
+    "fedloru": Published(
+        "Park and Klabjan, 2024",
+        ("fedloru", "fedlora", "pfedloru", "mfedloru", "pfedlora1", "pfedlora2", "fedhm", "fedavg"),
+        "2 x clients x participation x parameters that a client uploads x their size x rounds; running statistics and"
+        " what is announced to all are free",
+        trained_only=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one client's round by direction and name per capacity, and of the whole run; None = depends on data."""
+
+    per_capacity: dict[Any, dict[str, dict[str, int | None]]]
+    clients: dict[Any, int]
+    run: dict[str, int | None]
+    made_up: str = ""
+
+
+def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own") -> None:
+    """Count the bytes of one client's round and of the whole run, up and down, without training."""
+    from fedspan.config import load_config
+    from fedspan.method import Method
+
+    config = load_config(exp, overrides or []).resolve()
+    published = find_rule(rule, config.method["name"])
+    method, found = count(config, published)
+    rows = []
+    for capacity, directions in found.per_capacity.items():
+        label = "all clients" if capacity is None else f"{capacity} ({found.clients[capacity]} clients)"
+        for direction, names in directions.items():
+            rows += [(label, direction, k, _shown(v)) for k, v in names.items()]
+            rows.append((label, direction, "together", _shown(_sum(list(names.values())))))
+    show(table(["client", "direction", "name", "bytes per round"], rows, right=[3]))
+    total = ", ".join(f"{_shown(found.run[d])} {d}" for d in ("up", "down"))
+    say(f"{config.method['name']}, {config.rounds} rounds: {total} (weights of uploads and evaluation not counted).")
+    together = _sum([found.run["up"], found.run["down"]])
+    say(f"Together: {_shown(together)}.")
+    if published is not None:
+        note(f"Counted as {published.paper} do: {published.words}.")
+    if found.made_up:
+        note(f"Counted on made-up examples of the data's shape: {found.made_up}")
+    if type(method).announce is not Method.announce:
+        note("News that this method announces to all clients come on top.")
+    if any(len(method.levels(i)) > 1 for i in range(sum(found.clients.values()))):
+        note("Ranks adapt during training: clients that come down send and receive less than this.")
+    if config.train.drop_rate:
+        note("Clients that do not answer are counted as if they did.")
+
+
+def find_rule(rule: str, method: str) -> Published | None:
+    """The rule of that name for a method; None is our own.
+
+    Raises:
+        ConfigError: if there is no such rule, or it does not speak of the method.
+    """
+    from fedspan.errors import ConfigError, nearest
+
+    if rule == "own":
+        return None
+    if rule != "published" and rule not in RULES:
+        raise ConfigError(
+            f"bytes: --rule must be own, published or a paper's. Got '{rule[:60]}'.{nearest(rule, RULES)}"
+        )
+    for name, found in RULES.items():
+        if rule in ("published", name) and method in found.methods:
+            return found
+    whose = "no paper's rule" if rule == "published" else f"the rule of {rule}"
+    raise ConfigError(f"bytes: {whose} speaks of method '{method}'; use --rule own.")
+
+
+def count(config: RunConfig, rule: Published | None = None) -> tuple[Method, Traffic]:
+    """Run one client of each capacity on two examples, and count what it received and sent."""
+    from fedspan import wire
+    from fedspan.cli.probe import probe
+    from fedspan.method import capacity_in
+    from fedspan.simulation.settings import sample
+
+    method, task, data, made_up = _assemble(config)
+    data = data.to(next(iter(task.init().values())).dtype)
+    tiny = replace(data, train=[rows[:2] for rows in data.train])
+    capacities = [capacity_in(method, task, i) for i in range(data.clients)]
+    # Half precision has a fixed size; what other codecs make of a tensor depends on its values.
+    open_ = {k for k, codec in method.codecs(1).items() if not isinstance(codec, wire.Half)}
+    half = method.codecs(1).keys() - open_
+    per: dict[Any, dict[str, dict[str, int | None]]] = {}
+    for capacity in sorted(set(capacities), key=str):
+        payload = probe(method, task, tiny, capacities.index(capacity), batch=2)
+        up, down = payload.mean | payload.each, payload.down
+        per[capacity] = {}
+        for direction, tree in (("up", up), ("down", down)):
+            sizes = wire.count(
+                tree, {k: wire.roundtrip({k: tree[k]}, method.codecs(1))[1][k] for k in half & tree.keys()}
+            )
+            found = {k: None if k in open_ else v for k, v in sizes.items()}
+            if rule is not None and rule.trained_only:
+                per[capacity][direction] = _trained(up)
+            else:
+                per[capacity][direction] = found if rule is None else found | _buffers(task, tree)
+    if rule is not None and rule.trained_only:
+        share = config.rounds * config.train.participation
+        numbers = Counter(capacities)
+        total = round(share * sum(n * sum(v or 0 for v in per[c]["up"].values()) for c, n in numbers.items()))
+        return method, Traffic(per, dict(numbers), {"up": total, "down": total}, made_up)
+    asked: dict[str, Counter[Any]] = {"up": Counter(), "down": Counter()}
+    for t in range(1, config.rounds + 1):
+        who = [capacities[i] for i in sample(data.clients, config.train, config.seed, t)]
+        asked["up"].update(who)
+        if rule is None or t > 1:
+            asked["down"].update(who)
+    run = {
+        d: _sum([None if (one := _sum(list(per[c][d].values()))) is None else one * n for c, n in asked[d].items()])
+        for d in ("up", "down")
+    }
+    return method, Traffic(per, dict(Counter(capacities)), run, made_up)
+
+
+def _trained(payload: Tree) -> dict[str, int | None]:
+    """Bytes of what a payload holds besides running statistics, by name."""
+    from fedspan import tree
+    from fedspan.learn.sgd import is_statistic
+
+    sizes: dict[str, int | None] = {}
+    for name, part in payload.items():
+        kept = [t for k, t in tree.items({name: part}) if not is_statistic(k)]
+        sizes[name] = sum(t.numel() * t.element_size() for t in kept)
+    return sizes
+
+
+def _buffers(task: Task, payload: Tree) -> dict[str, int | None]:
+    """Bytes of the buffers that a published rule adds: all of the model's but those that travel anyway."""
+    from fedspan import tree
+    from fedspan.learn.sgd import is_statistic
+
+    parameters = dict(task.module.named_parameters())
+    total = sum(t.numel() for k, t in task.module.state_dict().items() if k not in parameters)
+    sent = sum(t.numel() for k, t in tree.items(payload) if is_statistic(k))
+    return {"buffers": 4 * (total - sent)} if tree.leaves(payload) and total > sent else {}
+
+
+def _assemble(config: RunConfig) -> tuple[Method, Task, FederatedData, str]:
+    """The experiment; where its data are missing but their shape is known, with made-up ones and the reason."""
+    import torch
+
+    from fedspan.config import assemble
+    from fedspan.config.sections import known_shape
+    from fedspan.data.federated import FederatedData
+    from fedspan.errors import DataError
+
+    try:
+        return *assemble(config), ""
+    except DataError as e:
+        known, clients = known_shape(config.data), config.partition.clients
+        if known is None or clients is None or config.partition.kind == "natural":
+            raise
+        shape, classes = known
+        pair = (torch.zeros(4, *shape), torch.zeros(4, dtype=torch.int64))
+        groups = [i % 2 for i in range(clients)]
+        data = FederatedData.from_arrays([pair] * clients, groups=groups, classes=classes, validation_fraction=0.25)
+        return *assemble(config, data), str(e)
+
+
+def _sum(values: list[int | None]) -> int | None:
+    return None if None in values else sum(v for v in values if v is not None)
+
+
+def _shown(value: int | None) -> str:
+    return (
+        "n/a (depends on the data)" if value is None else f"{value:,} ({size(value)})" if value >= 1000 else f"{value}"
+    )

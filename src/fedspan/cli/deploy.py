@@ -1,0 +1,342 @@
+"""`fedspan deploy`: the same methods on a real Flower federation."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedspan.cli.console import note, say, show, size, table, user_path
+from fedspan.cli.run import Overrides
+from fedspan.errors import ConfigError, FedspanError
+
+if TYPE_CHECKING:
+    from fedspan.config import RunConfig
+    from fedspan.deploy.experiment import DataKind
+    from fedspan.deploy.policy import Policy
+
+deploy = typer.Typer(
+    no_args_is_help=True, help="A real federation on Flower: keys, server, nodes, runs; `local` tries it out."
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of deploy keys.", show_default=False)]
+NodeFolder = Annotated[Path, typer.Argument(metavar="NODE", help="The node's own folder.", show_default=False)]
+Exp = Annotated[Path, typer.Argument(metavar="EXP.toml", help="The experiment file.", show_default=False)]
+Nodes = Annotated[int, typer.Option("--nodes", help="How many nodes.", min=2, max=200)]
+Port = Annotated[int | None, typer.Option("--port", help="Port of the SuperLink; default: a free one.")]
+Deadline = Annotated[float, typer.Option("--deadline", help="Seconds a round waits for answers.")]
+Quorum = Annotated[float, typer.Option("--quorum", help="Share of answers without which a round is skipped.")]
+Over = Annotated[float, typer.Option("--over-selection", help="Share of nodes asked beyond those wanted.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")]
+Cold = Annotated[bool, typer.Option("--cold", help="No warm worker: every message imports torch again.")]
+Wait = Annotated[float, typer.Option("--timeout", help="Seconds to watch the run.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+def _needs_flower() -> None:
+    for package in ("flwr", "cryptography"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"deploy: it needs {package}. Install it: pip install 'fedspan[flower]'.")
+
+
+@deploy.command()
+def local(
+    exp: Annotated[
+        Path | None, typer.Argument(metavar="[EXP.toml]", help="Default: digits, pFL-MF, 5 rounds.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    nodes: Nodes = 3,
+    out: Annotated[Path | None, typer.Option("--out", help="Keep everything in this folder.")] = None,
+    deadline: Deadline = 600.0,
+    quorum: Quorum = 0.5,
+    cold: Cold = False,
+    timeout: Wait = 3600.0,
+) -> None:
+    """Keys, server, nodes and a run on this machine alone, one partition per node; all is stopped afterwards."""
+    _needs_flower()
+    import fedspan.deploy
+
+    if exp is not None and "=" in exp.name:  # the file may be left out before overrides
+        exp, overrides = None, [str(exp), *(overrides or [])]
+    default = Path(fedspan.deploy.__file__).parent / "local.toml"
+    config = _config(exp or default, [*(overrides or []), f"partition.clients={nodes}"])
+    from fedspan.deploy.policy import Policy
+
+    terms = Policy(deadline=deadline, quorum=quorum)
+    if out is not None:
+        _local(user_path(out, "--out"), config, nodes, terms, cold, timeout)
+        say(f"Everything is in {out}; the run in {out / 'server' / 'runs' / config.name}.")
+        return
+    with tempfile.TemporaryDirectory(prefix="fedspan-local-") as folder:
+        _local(Path(folder), config, nodes, terms, cold, timeout)
+
+
+def _local(folder: Path, config: RunConfig, nodes: int, terms: Policy, cold: bool, timeout: float) -> None:
+    from fedspan.config import assemble_data
+    from fedspan.deploy.operations import processes
+    from fedspan.deploy.operations.deployment import LOOPBACK, Deployment, start_node, watch_run
+    from fedspan.deploy.operations.keys import make_keys
+
+    data = assemble_data(config)  # before anything is started: what cannot be loaded is said at once
+    names = [f"node-{i}" for i in range(nodes)]
+    if not (folder / "server").exists():
+        make_keys(folder, names)
+    server = Deployment(folder / "server")
+    try:
+        server.start()
+        say(f"SuperLink on https://{LOOPBACK}:{server.port}, TLS and node authentication on.")
+        if list(server.register()) != names:
+            raise ConfigError(f"deploy local: {folder} has other nodes. Use --nodes {len(server.register())}.")
+        for i, name in enumerate(names):
+            place: dict[str, Any] = {"partition": i}
+            place |= {"root": str(Path(config.data.root).resolve())} if config.data.root else {}
+            start_node(folder / name, f"{LOOPBACK}:{server.port}", place, warm=not cold)
+        say(f"{nodes} nodes started, {'without' if cold else 'each with'} a warm worker.")
+        groups = None if data.groups is None else data.groups.tolist()
+        number = server.submit(config, _kind(config, data), terms, groups=groups)
+        watch_run(server, config.name, number, timeout, _tell)
+        _outcome(server.out(config.name))
+    finally:
+        for name in names:
+            processes.stop(folder / name)
+        server.stop()
+
+
+@deploy.command()
+def keys(
+    folder: Folder,
+    nodes: Nodes = 3,
+    names: Annotated[str | None, typer.Option("--names", help="Names of the nodes, with commas.")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option("--host", help="A name or address under which nodes reach the server.")
+    ] = None,
+) -> None:
+    """Make the server's certificates and a key for each node; give each node its folder, and nobody `server/`."""
+    _needs_flower()
+    from fedspan.deploy.operations.keys import make_keys
+
+    called = names.split(",") if names else [f"node-{i}" for i in range(nodes)]
+    make_keys(user_path(folder, "deploy keys: DIR"), [c.strip() for c in called], host or [])
+    say(f"{folder / 'server'}: stays on the server. {', '.join(called)}: copy each folder to its node.")
+
+
+@deploy.command()
+def server(folder: Folder, port: Port = None) -> None:
+    """Start the SuperLink on the loopback address with TLS, node authentication and a database; register the nodes."""
+    _needs_flower()
+    from fedspan.deploy.operations.deployment import LOOPBACK, Deployment
+
+    made = Deployment(folder / "server")
+    made.start(port)
+    known = made.register()
+    say(f"SuperLink on https://{LOOPBACK}:{made.port}; {len(known)} nodes registered: {', '.join(known)}.")
+    say("Only this machine can reach it; for others put the proxy of `fedspan deploy proxy` before it.")
+
+
+@deploy.command()
+def node(
+    folder: NodeFolder,
+    superlink: Annotated[str, typer.Option("--server", help="host:port of the server or its proxy.")],
+    data: Annotated[Path | None, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test.")] = None,
+    loader: Annotated[str | None, typer.Option("--loader", help="package.module:function that returns them.")] = None,
+    partition: Annotated[
+        int | None, typer.Option("--partition", help="A client of the experiment's partition.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="Where sources lie, with --partition.")] = None,
+    cold: Cold = False,
+) -> None:
+    """Start a node: its own data, its own state, and a connection to the server."""
+    _needs_flower()
+    from fedspan.deploy.operations.deployment import start_node
+
+    if sum(x is not None for x in (data, loader, partition)) != 1:
+        raise ConfigError("deploy node: exactly one of --data, --loader and --partition must be given.")
+    if data is not None and not data.is_file():
+        raise ConfigError(f"deploy node: --data must be a file. Got {data}.")
+    place: dict[str, Any] = {"loader": loader, "partition": partition}
+    place |= {"data": str(data.resolve()) if data else None, "root": str(root.resolve()) if root else None}
+    start_node(folder, superlink, {k: v for k, v in place.items() if v is not None}, warm=not cold)
+    say(f"{folder.name} is started. Its log: {folder / 'supernode.log'}.")
+
+
+@deploy.command()
+def run(
+    folder: Folder,
+    exp: Exp,
+    overrides: Overrides = None,
+    deadline: Deadline = 600.0,
+    quorum: Quorum = 0.5,
+    over_selection: Over = 0.0,
+    norm_factor: Annotated[float, typer.Option("--norm-factor", help="Times the median norm that is refused.")] = 20.0,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Shape of an example, with commas, where the source is not known.")
+    ] = None,
+    fresh: Fresh = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not watch it.")] = False,
+    timeout: Wait = 86_400.0,
+) -> None:
+    """Order a run; one that was interrupted goes on after its last round."""
+    _needs_flower()
+    from fedspan.deploy.operations.deployment import Deployment, watch_run
+    from fedspan.deploy.policy import Policy
+
+    made = Deployment(folder / "server")
+    known = made.register()
+    config = _config(exp, [*(overrides or []), f"partition.clients={len(known)}"])
+    terms = Policy(deadline=deadline, quorum=quorum, over_selection=over_selection, norm_factor=norm_factor)
+    number = made.submit(config, _kind(config, None, shape), terms, fresh=fresh)
+    say(f"Run {number} is ordered: {config.method['name']}, {config.rounds} rounds, {len(known)} nodes.")
+    if not detach:
+        watch_run(made, config.name, number, timeout, _tell)
+        _outcome(made.out(config.name))
+
+
+@deploy.command()
+def status(folder: Folder, as_json: Json = False) -> None:
+    """What runs, and how far the runs are: rounds, nodes, accuracy, bytes, refusals."""
+    _needs_flower()
+    from fedspan.deploy.operations import processes
+    from fedspan.deploy.operations.deployment import Deployment
+
+    made = Deployment(folder / "server")
+    parts = {p.name: processes.running(p) for p in sorted(folder.iterdir()) if p.is_dir()}
+    names = sorted(p.parent.name for p in (folder / "server" / "runs").glob("*/status.json"))
+    runs = {name: made.status(name) for name in names}
+    if as_json:
+        found = {"processes": {k: [e["name"] for e in v] for k, v in parts.items() if v}, "runs": runs}
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for name, entries in parts.items():
+        if entries:
+            say(f"{name}: " + ", ".join(f"{e['name']} (pid {e['pid']})" for e in entries))
+    if not any(parts.values()):
+        say("Nothing of it runs on this machine.")
+    for name, body in runs.items():
+        if body is not None:
+            say(f"{name}: {body['state']}")
+            _tell(body)
+            rows = [(k, v.get("examples"), v["answered"], v["refused"]) for k, v in body["nodes"].items()]
+            show(table(["node", "examples", "answers", "refused"], rows, right=(1, 2, 3)))
+            for entry in body["refused"][-5:]:
+                say(f"  round {entry['round']}: {entry['why']}")
+
+
+@deploy.command()
+def stop(folder: Folder) -> None:
+    """Stop what `deploy` started in a folder: a whole federation's, the server's or one node's."""
+    from fedspan.deploy.operations import processes
+
+    folders = [folder, *(p for p in sorted(folder.iterdir()) if p.is_dir())] if folder.is_dir() else []
+    # The server last: nodes that lose it would only complain.
+    for place in sorted(folders, key=lambda p: p.name == "server"):
+        for name in processes.stop(place):
+            say(f"{place.name}: {name} stopped.")
+
+
+@deploy.command()
+def proxy(
+    folder: Folder,
+    host: Annotated[str, typer.Option("--host", help="The server's name, as nodes know it.")],
+    listen: Annotated[int, typer.Option("--listen", help="The port nodes connect to.")] = 443,
+    port: Annotated[int, typer.Option("--port", help="The SuperLink's port.")] = 8000,
+    body_mb: Annotated[int, typer.Option("--body-mb", help="Largest request.", min=6)] = 8,
+) -> None:
+    """Print a configuration for nginx: TLS, only what nodes need, and a limit on requests."""
+    from fedspan.deploy.operations.proxy import nginx
+
+    typer.echo(nginx(folder.resolve() / "server", host, listen, port, body_mb), nl=False)
+
+
+@deploy.command()
+def predict(
+    folder: NodeFolder,
+    data: Annotated[Path, typer.Option("--data", help="npz with x, and perhaps y to compare with.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Write classes (or values) as .npy.")] = None,
+) -> None:
+    """Predict with a node's personal model, on the node, without the server."""
+    from fedspan.deploy.node.inference import predict_npz
+
+    found, right = predict_npz(folder, data)
+    if out is not None:
+        import numpy as np
+
+        np.save(user_path(out, "--out"), found)
+    else:
+        typer.echo("\n".join(map(str, found.tolist())))
+    if right is not None:
+        note(f"{100 * right:.2f} % right of {len(found)}.")
+
+
+@deploy.command()
+def export(
+    folder: NodeFolder,
+    file: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.", show_default=False)],
+) -> None:
+    """Write a node's personal model to a file, as `fedspan export` does."""
+    from fedspan.deploy.node.inference import export_model
+
+    user_path(file, "deploy export: the file")
+    if file.suffix != ".safetensors":
+        raise ConfigError(f"deploy export: the file must end in .safetensors. Got {file.name!r}.")
+    about = export_model(folder, file)
+    say(f"{file}: client {about['client']} after round {about['round']}, {size(file.stat().st_size)}.")
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def _config(exp: Path, overrides: Sequence[str]) -> RunConfig:
+    from fedspan.config import load_config
+    from fedspan.deploy.experiment import deployable
+
+    return deployable(load_config(exp, overrides).resolve())
+
+
+def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind:
+    """What examples look like: from the source's name, from data, or as the user says."""
+    from fedspan.deploy.experiment import DataKind, kind_of
+
+    known = kind_of(config)
+    if known is not None:
+        return known
+    if data is not None:
+        return DataKind(tuple(data.x.shape[1:]), data.classes)
+    if shape is None:
+        raise ConfigError(f"deploy run: the source '{config.data.source}' is not a known one; say --shape 3,32,32.")
+    try:
+        return DataKind(tuple(int(n) for n in shape.split(",")), config.data.classes)
+    except ValueError:
+        raise ConfigError(f"deploy run: --shape must be integers with commas. Got {shape[:40]!r}.") from None
+
+
+def _tell(body: dict[str, Any]) -> None:
+    facts = [f"round {body['round']} of {body['rounds']}"]
+    if body["answered"] is not None:
+        facts.append(f"{body['answered']} of {len(body['nodes'])} nodes answered")
+    if body["accuracy"] is not None:
+        facts.append(f"accuracy {100 * body['accuracy']:.2f} %")
+    facts.append(f"{size(body['bytes'].get('up', 0))} up, {size(body['bytes'].get('down', 0))} down")
+    if body["seconds"] is not None:
+        facts.append(f"{body['seconds']:.1f} s")
+    refused = sum(v["refused"] for v in body["nodes"].values())
+    say("  " + ", ".join(facts) + (f"; {refused} refused" if refused else ""))
+
+
+def _outcome(out: Path) -> None:
+    """Personal accuracy of every node."""
+    try:
+        result = json.loads((out / "result.json").read_text())
+    except (OSError, ValueError) as e:
+        raise FedspanError(f"deploy: {out / 'result.json'} cannot be read ({type(e).__name__}).") from None
+    measured = result["per_client"]
+    shown = "accuracy" if "accuracy" in measured else "loss"
+    rows = [
+        (name, n, "n/a" if v is None else f"{100 * v:.2f} %" if shown == "accuracy" else f"{v:.4f}")
+        for name, n, v in zip(result["names"], measured["n"], measured[shown])
+    ]
+    show(table(["node", "test examples", f"personal {shown}"], rows, right=(1, 2)))

@@ -1,0 +1,68 @@
+"""`fedspan diagnose`: what kind of heterogeneity an experiment has, before any of it is run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedspan.cli.console import say, show, table
+from fedspan.cli.run import Experiment, Overrides
+
+if TYPE_CHECKING:
+    from fedspan.studies.diagnosis import Diagnosis
+
+Json = Annotated[bool, typer.Option("--json", help="Everything as JSON.")]
+_SHOWN = 12  # eigenvalues
+
+
+def diagnose(exp: Experiment, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Say how the clients differ, which methods suit that, and what rank to start from; nothing is trained."""
+    from fedspan.config import assemble, load_config
+    from fedspan.studies.diagnosis import diagnose as look
+
+    config = load_config(exp, overrides or [])
+    _, task, data = assemble(config)
+    found = look(task, data)
+    if as_json:
+        typer.echo(json.dumps(facts(found), indent=1, allow_nan=False))
+        return
+    for sentence in found.sentences():
+        say(sentence)
+    top = max(float(found.steps.spectrum[0]), 1e-12)
+    bars = [
+        (
+            k,
+            f"{v / top:.2f}",
+            "█" * round(30 * max(0.0, v) / top) + (" above the noise" if k == found.steps.rank else ""),
+        )
+        for k, v in enumerate(found.steps.spectrum[:_SHOWN].tolist(), 1)
+    ]
+    show(table(["direction", "share of the first", "spectrum of the stacked steps"], bars, right=(0, 1)))
+    show(table(["try", "because"], found.advice()))
+    say(f"Rank to start from, where a method has one: {found.rank}.")
+    say(f"Next: fedspan compare {exp} --methods local,{','.join(found.methods)}")
+
+
+def facts(found: Diagnosis) -> dict[str, Any]:
+    """The diagnosis in plain values."""
+    s, g = found.statistics, found.steps
+    return {
+        "kind": found.kind,
+        "also": list(found.also),
+        "groups": found.groups,
+        "rank": found.rank,
+        "methods": list(found.methods),
+        "clients": found.sample.clients,
+        "labels_beyond_chance": s.labels,
+        "classes_held": s.classes_held,
+        "inputs_between_clients": s.inputs,
+        "meaning_between_clients": s.meaning,
+        "meaning_within_groups": s.within,
+        "group_of_client": None if s.groups is None else dict(zip(map(str, found.sample.ids), s.groups.tolist())),
+        "steps_cosine_apart": g.apart,
+        "steps_cosine_repeated": g.repeated,
+        "spectrum": g.spectrum.tolist(),
+        "directions": g.rank,
+    }

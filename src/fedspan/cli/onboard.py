@@ -1,0 +1,147 @@
+"""`fedspan onboard`: a client that was never trained joins a finished run."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedspan.cli.console import say, show, size, table, user_path
+from fedspan.cli.running import open_run
+from fedspan.errors import ConfigError, FedspanError
+
+if TYPE_CHECKING:
+    from fedspan.config import RunConfig
+    from fedspan.simulation.onboarding import Onboarded
+    from fedspan.simulation.simulator import Simulation
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
+Data = Annotated[
+    Path, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test; pictures as bytes or in 0..1.")
+]
+Name = Annotated[str, typer.Option("--client-name", help="What to call the client.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Write the personal model (.safetensors).")]
+FedAvg = Annotated[Path | None, typer.Option("--fedavg", help="A FedAvg run to compare with; default: the one beside.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+def onboard(
+    run: RunPath, data: Data, name: Name = "new", out: Out = None, fedavg: FedAvg = None, as_json: Json = False
+) -> None:
+    """Let a client that was never trained join a run: it downloads once, fits at home, and sends nothing.
+
+    Without x_test and y_test, a quarter of x is kept for testing. x is prepared as the run's source was.
+    """
+    from fedspan.config.client_file import read_own
+    from fedspan.simulation import onboarding as joining
+
+    if out is not None:
+        _check_out(out)
+    config, simulation = open_run(run, "onboard")
+    source, prepared = read_own(data, config, simulation.data.classes, compare=True)
+    x, y, held = source.x, source.y, len(source.test_rows)
+    end = len(x) - held
+    parts = (x[:end], y[:end], *((x[end:], y[end:]) if held else ()))
+    new = joining.onboard(simulation, *parts, name=name)
+    alone = joining.train_alone(simulation, new)
+    beside = _fedavg(fedavg, run, config)
+    other = None if beside is None else joining.onboard(beside, *new.examples)
+    found = _facts(new, prepared)
+    found["beside"] = {"local": {**alone.measures, "lr": alone.lr, "epochs": alone.epochs, "seconds": alone.seconds}}
+    if other is not None:
+        found["beside"]["fedavg"] = {**other.measures, "visits": other.visits, "seconds": other.seconds}
+    if out is not None:
+        _export(new, out, config, simulation)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    how = f"v solved, {len(new.v)} numbers" if new.v is not None else _private(new.visits)
+    rows = [(f"{new.method} (joined)", how, *_cells(new.measures, new.seconds))]
+    how = f"{alone.epochs} epochs, lr {alone.lr:g} by validation"
+    rows.append(("local (alone)", how, *_cells(alone.measures, alone.seconds)))
+    if other is not None:
+        rows.append((f"{other.method} (joined)", _private(other.visits), *_cells(other.measures, other.seconds)))
+    say(f"{name} joins {run.name} after round {new.round}: {found['train']} training, {found['test']} test examples.")
+    say(f"x: {prepared}.")
+    show(table(["", "how", "accuracy %", "loss", "seconds"], rows, right=(2, 3, 4)))
+    say(f"Sent: 0 bytes up, {size(new.bytes_down)} down (once).{_others(run)}")
+    if out is not None:
+        say(f"Model: {out}")
+
+
+def _fedavg(given: Path | None, run: Path, config: RunConfig) -> Simulation | None:
+    """The FedAvg run to compare with: the one named, or the one `compare` put beside this one."""
+    from fedspan.config import load_config
+
+    if given is not None:
+        other, simulation = open_run(given, "onboard --fedavg")
+        if other.method["name"] != "fedavg":
+            raise ConfigError(f"onboard: --fedavg must be a run of fedavg. Got one of {other.method['name']}.")
+        return simulation
+    beside = run.resolve().parent / f"fedavg-{config.seed}"
+    if config.method["name"] == "fedavg" or not beside.is_dir():
+        return None
+    with suppress(FedspanError, OSError):  # what merely lies there may be broken or of something else
+        other = load_config(beside / "config.toml")
+        same = all(getattr(other, k) == getattr(config, k) for k in ("data", "partition", "model", "seed"))
+        if same and other.method["name"] == "fedavg":
+            return open_run(beside, "onboard")[1]
+    return None
+
+
+def _facts(new: Onboarded, prepared: str) -> dict[str, Any]:
+    return {
+        **{k: getattr(new, k) for k in ("name", "method", "round", "accuracy", "measures", "visits", "seconds")},
+        "train": len(new.data.train[0]),
+        "test": len(new.data.test[0]),
+        "bytes": {"up": new.bytes_up, "down": new.bytes_down},
+        "v": None if new.v is None else new.v.tolist(),
+        "prepared": prepared,
+    }
+
+
+def _cells(measures: dict[str, float], seconds: float) -> tuple[str, str, str]:
+    accuracy, loss = measures.get("accuracy"), measures.get("loss")
+    shown = "n/a" if accuracy is None else f"{100 * accuracy:.2f}"
+    return shown, "n/a" if loss is None else f"{loss:.4f}", f"{seconds:.2f}"
+
+
+def _private(visits: int) -> str:
+    return f"private part trained in {visits} visits" if visits else "the shared model as it is"
+
+
+def _others(run: Path) -> str:
+    """How the run's own clients do, for comparison, if the run says so."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        mean = json.loads((run / "result.json").read_text())["accuracy"]["mean"]
+        return f" The run's own clients reach {100 * float(mean):.2f} % on average."
+    return ""
+
+
+def _check_out(out: Path) -> None:
+    user_path(out, "onboard: --out")
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"onboard: --out must end in .safetensors. Got {out.name!r}.")
+    if not out.resolve().parent.is_dir():
+        raise ConfigError(f"onboard: the folder {out.parent} must exist. Make it first.")
+
+
+def _export(new: Onboarded, out: Path, config: RunConfig, simulation: Simulation) -> None:
+    """The same layout as `fedspan export` writes."""
+    from fedspan.config.personal_model import write_personal
+
+    data = simulation.data
+    write_personal(
+        out,
+        config,
+        new.weights,
+        new.task.init().keys(),
+        client="new",
+        name=new.name,
+        round=new.round,
+        shape=data.x.shape[1:],
+        classes=data.classes,
+    )

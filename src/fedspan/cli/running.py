@@ -1,0 +1,183 @@
+"""One run from a configuration: resumed by default, shown as it goes, interrupted without loss."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fedspan.cli.console import note, out, say, show
+from fedspan.errors import ConfigError, Divergence, FedspanError
+from fedspan.storage.atomic import write_whole
+
+if TYPE_CHECKING:
+    from fedspan.config import RunConfig
+    from fedspan.simulation.simulator import Simulation
+
+STOPPED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
+    """The result of this very experiment, if it is there with at least as many rounds."""
+    from fedspan.config import load_config
+
+    with suppress(OSError, ValueError, KeyError, TypeError):  # FedspanError is a ValueError: then it has to be run
+        result: dict[str, Any] = json.loads((directory / "result.json").read_text())
+        same = load_config(directory / "config.toml").identity() == config.identity()
+        return result if same and result["rounds"] >= config.rounds else None
+    return None
+
+
+def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, read_only: bool = False) -> Simulation:
+    """The run that a configuration describes, as far as its directory has it."""
+    from fedspan.config import assemble
+    from fedspan.simulation.simulator import Simulation
+
+    method, task, data = assemble(config)
+    return Simulation(
+        method,
+        task,
+        data,
+        rounds=config.rounds,
+        seed=config.seed,
+        settings=config.train,
+        out=directory,
+        fresh=fresh,
+        config=config.recorded(),
+        read_only=read_only,
+        devices=config.devices,
+    )
+
+
+def open_run(run: Path, who: str) -> tuple[RunConfig, Simulation]:
+    """Rebuild a run from its directory, to look at it; nothing in it is changed.
+
+    Raises:
+        ConfigError: if it is not a run directory with a checkpoint.
+    """
+    from fedspan.config import load_config
+
+    if not (run / "config.toml").is_file() or not any((run / "checkpoints").glob("manifest-*.json")):
+        raise ConfigError(f"{who}: {run} must be a run directory with a checkpoint. Run the experiment first.")
+    config = load_config(run / "config.toml")
+    simulation = simulation_of(config, run, read_only=True)
+    done = simulation.record.progress.round
+    if done < config.rounds:
+        note(f"{run} has done {done} of {config.rounds} rounds; it is taken as it is now.")
+    return config, simulation
+
+
+def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: bool = False, label: str = "") -> None:
+    """Do what is left of a run; all of it is in the directory afterwards.
+
+    Raises:
+        typer.Exit: with 130 after Ctrl-C; the state has been saved.
+    """
+    from fedspan.config import to_toml
+
+    simulation = simulation_of(config, directory, fresh=fresh)
+    # Only now: a directory of another experiment has been refused, and keeps its own configuration.
+    write_whole(directory / "config.toml", to_toml(config))
+    told = len(simulation.messages)
+    for message in simulation.messages:
+        note(message)
+    progress = simulation.record.progress
+    shown = _Shown(label or config.method["name"], config.rounds, progress.round, _traffic(progress.totals), quiet)
+    try:
+        with shown:
+            simulation.run(shown.on_round)
+    except KeyboardInterrupt:
+        note(f"Stopped after round {simulation.record.progress.round}; run the same command to go on.")
+        raise typer.Exit(STOPPED) from None
+    for message in simulation.messages[told:]:
+        note(message)
+
+
+def _traffic(totals: Any) -> float:
+    return float(totals["up"] + totals["down"] + totals["announce"])
+
+
+class _Shown:
+    """Rounds as they are done: a bar on a terminal, otherwise a line now and then."""
+
+    def __init__(self, label: str, rounds: int, done: int, sent: float, quiet: bool) -> None:
+        self.label, self.rounds, self.quiet, self.sent = label, rounds, quiet, sent
+        self.start, self.first = time.monotonic(), done
+        self.accuracy = ""
+        self.every = max(1, -(-rounds // 5))
+        columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn())
+        extra = (TextColumn("{task.fields[facts]}"), TimeRemainingColumn())
+        self.bar = Progress(*columns, *extra, console=out) if out.is_terminal and not quiet else None
+        if self.bar is not None:
+            self.task = self.bar.add_task(label, total=rounds, completed=done, facts="")
+
+    def __enter__(self) -> _Shown:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def on_round(self, line: dict[str, Any]) -> None:
+        """Told after every round."""
+        t, found = line["round"], line.get("accuracy")
+        if found:
+            self.accuracy = f"accuracy {100 * found['mean']:.1f} %"
+        elif line.get("loss"):
+            self.accuracy = f"loss {line['loss']['mean']:.4g}"
+        self.sent += _traffic(line["bytes"])
+        facts = ", ".join(filter(None, (self.accuracy, f"{self.sent / 1e6:,.2f} MB")))
+        if self.bar is not None:
+            self.bar.update(self.task, completed=t, facts=facts)
+        elif not self.quiet and (t % self.every == 0 or t == self.rounds):
+            left = (time.monotonic() - self.start) / max(1, t - self.first) * (self.rounds - t)
+            say(f"{self.label}: round {t} of {self.rounds}, {facts}, {left:.0f} s left")
+
+
+def run_all(
+    jobs: Sequence[tuple[str, RunConfig, Path]], title: str, page: Path, *, fresh: bool = False, quiet: bool = False
+) -> None:
+    """Run a list of (label, configuration, directory), leaving out what is finished; then table and report page.
+
+    A run that diverges does not take the others with it: it is left out of the table, and the command fails at the end.
+
+    Raises:
+        Divergence: if any run diverged.
+    """
+    lost: list[str] = []
+    for label, config, directory in jobs:
+        if not fresh and finished(directory, config) is not None:
+            note(f"{label}: already finished in {directory}.")
+            continue
+        try:
+            execute(config, directory, fresh=fresh, quiet=quiet, label=label)
+        except Divergence as e:
+            note(f"{label}: {e}")
+            lost.append(label)
+    done = [directory for label, _, directory in jobs if label not in lost]
+    if done:
+        conclude(done, page, title)
+    if lost:
+        raise Divergence(f"{len(lost)} of {len(jobs)} runs diverged and are not in the table: {', '.join(lost)}.")
+
+
+def conclude(directories: Sequence[Path], page: Path, title: str) -> None:
+    """Print the table of finished runs and write the report page."""
+    from fedspan.report import load_runs, summary_rows, to_rich, write_page
+
+    runs = load_runs(directories)
+    show(to_rich(summary_rows(runs)))
+    try:
+        write_page(runs, page, title)
+        say(f"Report: {page}")
+    except FedspanError as e:  # the numbers are safe on disk: a page that cannot be drawn is worth a note only
+        note(f"No report page: {e}")

@@ -1,0 +1,285 @@
+"""Experiments as TOML: read, check before any data are loaded, write back complete, and assemble."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, known_shape
+from fedspan.data import FederatedData, Source, load, partition
+from fedspan.errors import ConfigError, nearest, safe_name
+from fedspan.learn.task import Task
+from fedspan.method import Method
+from fedspan.method.fields import build_dataclass
+from fedspan.methods import METHODS, make
+from fedspan.models.build import is_language
+from fedspan.randomness import torch_seed
+from fedspan.simulation.devices import Devices, assign
+from fedspan.simulation.settings import Settings
+from fedspan.storage.toml import checked, parse_toml, parse_value, plain, read_small, short, write_toml
+
+# Kinds of partition that know the true groups, and the most examples each known source can have.
+_GROUPED = ("permuted-groups", "label-groups", "domains")
+_EXAMPLES = {"digits": 1_797, "mnist": 70_000, "fashion-mnist": 70_000, "cifar10": 60_000, "cifar100": 60_000}
+_EXAMPLES |= {"svhn": 99_289, "tiny-imagenet": 110_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole experiment. `method` holds `name` and fields; `methods` holds fields for single methods."""
+
+    name: str
+    seed: int = 0
+    rounds: int = 100
+    data: DataConfig = field(default_factory=DataConfig)
+    partition: PartitionConfig = field(default_factory=lambda: PartitionConfig(clients=10))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    train: Settings = field(default_factory=Settings)
+    devices: Devices = field(default_factory=Devices)
+
+    def __post_init__(self) -> None:
+        safe_name(self.name, "Config: name")
+        for key, low in (("seed", 0), ("rounds", 0)):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
+                raise ConfigError(f"Config: {key} must be an integer >= {low}. Got {value!r}.")
+        self._check_data()
+        for name in (self.method["name"], *self.methods):
+            self.only(name)
+        known = known_shape(self.data)
+        if known is not None and is_language(self.model.kind):
+            raise ConfigError(
+                f"Data: model '{self.model.kind}' needs instruction records (.json or .jsonl). Got source"
+                f" '{self.data.source}'."
+            )
+        if known is not None:
+            for kind in self.model.kinds or (self.model.kind,):
+                with torch_seed(0):
+                    self.model.module(*known, kind)
+
+    def _check_data(self) -> None:
+        at_most = min(_EXAMPLES.get(self.data.source, 2**31), self.data.limit or 2**31)
+        if self.partition.clients is not None and self.partition.clients > at_most:
+            raise ConfigError(
+                f"Partition: clients must be at most the number of examples, {at_most}. Got {self.partition.clients}."
+            )
+        if self.train.evaluate_part == "validation" and self.partition.validation == 0:
+            raise ConfigError("Train: evaluate_part 'validation' needs partition.validation above 0. Got 0.")
+
+    def fields_of(self, name: str, compared: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
+        """The fields of one method, and the keys of `[method]` that it lacks but another compared method has."""
+        if name not in METHODS:
+            raise ConfigError(f"Method: unknown method '{str(name)[:60]}'.{nearest(str(name)[:60], METHODS)}")
+        others = {*compared, self.method["name"], *self.methods} & METHODS.keys()
+        elsewhere = {f.name for other in others for f in fields(METHODS[other])}
+        own = {f.name for f in fields(METHODS[name])}
+        shared = {k: v for k, v in self.method.items() if k != "name"}
+        dropped = [k for k in shared if k not in own and k in elsewhere]
+        return {k: v for k, v in shared.items() if k not in dropped} | self.methods.get(name, {}), dropped
+
+    def only(self, name: str, compared: Iterable[str] = ()) -> Method:
+        """The method of that name with its fields from `[method]` and `[methods.NAME]`."""
+        method = make(name, **self.fields_of(name, compared)[0])
+        if method.needs_groups and self.partition.kind not in _GROUPED:
+            raise ConfigError(
+                f"Method {name}: the partition must know the groups of its clients ({', '.join(_GROUPED)})."
+                f" Got '{self.partition.kind}'."
+            )
+        if self.model.kinds and not method.any_model:
+            able = ", ".join(k for k, c in METHODS.items() if c.any_model)
+            raise ConfigError(f"Method {name}: all clients must have models of one kind. Got model.kinds; use {able}.")
+        return method
+
+    def resolve(self, name: str | None = None, compared: Iterable[str] = (), seed: int | None = None) -> RunConfig:
+        """The experiment of one method and seed alone, with every field of the method written out."""
+        name = name or self.method["name"]
+        method = {"name": name} | plain(dataclasses.asdict(self.only(name, compared)))
+        return replace(self, method=method, methods={}, seed=self.seed if seed is None else seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values in the layout of the file; what is not set is left out."""
+        part, model = dataclasses.asdict(self.partition), dataclasses.asdict(self.model)
+        if not self.model.kinds:
+            del model["kinds"]
+        values = plain(
+            {
+                **{k: getattr(self, k) for k in ("name", "seed", "rounds")},
+                "data": dataclasses.asdict(self.data),
+                "partition": part | part.pop("options"),
+                "model": model | model.pop("options"),
+                "method": self.method,
+                "methods": self.methods,
+                "train": dataclasses.asdict(self.train),
+                "devices": plain(dataclasses.asdict(self.devices)) if self.devices != Devices() else {},
+            }
+        )
+        for table, key in ((values["data"], "columns"), (values, "methods"), (values, "devices")):
+            if not table[key]:
+                del table[key]
+        return values
+
+    def recorded(self) -> dict[str, Any]:
+        """The configuration as it is kept with the results: without where the data lie on this machine."""
+        values = self.to_dict()
+        values["data"].pop("root", None)
+        return values
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the numbers of a round: more rounds, or other ways to save, continue the same run."""
+        return {**self.recorded(), "rounds": None, "name": None, "train": plain(self.train.deciding())}
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read an experiment file and apply `section.key=value` overrides.
+
+    Raises:
+        ConfigError: if the file cannot be read or anything in it does not fit, in one sentence.
+    """
+    raw, path = read_small(path, "Config"), Path(path)
+    return from_dict(parse_toml(raw, str(path)), overrides, name=path.stem)
+
+
+def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: str = "run") -> RunConfig:
+    """A checked experiment from plain values in the layout of the file."""
+    values = {"name": name, **checked(values, "", 1)}
+    _override(values, overrides)
+    checked(values, "", 1)
+    known = [f.name for f in fields(RunConfig)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"Config: unknown key '{key[:60]}'.{nearest(key[:60], known)}")
+    for key in ("data", "partition", "model", "method", "methods", "train", "devices"):
+        if not isinstance(values.setdefault(key, {}), dict):
+            raise ConfigError(f"Config: {key} must be a section ([{key}]). Got {short(values[key])}.")
+    if not isinstance(values["name"], str):
+        raise ConfigError(f"Config: name must be a text. Got {short(values['name'])}.")
+    for key, table in values["methods"].items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"Config: methods.{key[:60]} must be a section. Got {short(table)}.")
+        if key not in METHODS:
+            raise ConfigError(f"Config: methods.{key[:60]} is no method.{nearest(key[:60], METHODS)}")
+    values["method"] = {"name": "fedavg", **values["method"]}
+    if not isinstance(values["method"]["name"], str):
+        raise ConfigError(f"Method: name must be a text. Got {short(values['method']['name'])}.")
+    values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
+    return RunConfig(
+        **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices")},
+        data=build_dataclass(DataConfig, values["data"], "Data"),
+        partition=_open_ended(PartitionConfig, values["partition"], "Partition"),
+        model=_open_ended(ModelConfig, values["model"], "Model"),
+        train=build_dataclass(Settings, values["train"], "Train"),
+        devices=build_dataclass(Devices, values["devices"], "Devices"),
+    )
+
+
+def _open_ended(cls: type[Any], values: dict[str, Any], who: str) -> Any:
+    """A section whose further keys are options of its kind."""
+    own = {f.name for f in fields(cls)} - {"options"}
+    if "options" in values:
+        raise ConfigError(f"{who}: write options as keys of the section itself, not under 'options'.")
+    options = {k: v for k, v in values.items() if k not in own}
+    return build_dataclass(cls, {k: v for k, v in values.items() if k in own} | {"options": options}, who)
+
+
+def _override(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(re.fullmatch(r"[A-Za-z0-9_-]{1,60}", k) for k in keys) or len(keys) > 3:
+            raise ConfigError(f"Config: an override must look like section.key=value. Got {short(text)}.")
+        at = values
+        for k in keys[:-1]:
+            at = at.setdefault(k, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"Config: '{k}' is not a section, so '{path}' cannot be set.")
+        at[keys[-1]] = parse_value(value)
+        if keys[0] == "method" and len(keys) == 2 and isinstance(values.get("methods"), dict):
+            for table in values["methods"].values():  # what is typed last wins over the file's single methods, too
+                if isinstance(table, dict):
+                    table.pop(keys[1], None)
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def to_toml(config: RunConfig) -> str:
+    """The complete configuration as TOML; reading it gives the same configuration again."""
+    return write_toml(config.to_dict())
+
+
+# ------------------------------------------------------------------------------------------------ assembling
+
+
+@functools.lru_cache(maxsize=2)  # the methods of a comparison share one copy
+def _source(source: str, root: str | None, size: int | None, limit: int | None, classes: int | None,
+            columns: tuple[tuple[str, str], ...], seed: int) -> Source:  # fmt: skip
+    return load(source, root, size=size, limit=limit, classes=classes, columns=dict(columns), seed=seed)
+
+
+def assemble_data(config: RunConfig) -> FederatedData:
+    """Load and divide the data; a source is read once per process."""
+    d, p = config.data, config.partition
+    if is_language(config.model.kind):
+        return _instructions(config)
+    seed = config.seed if d.limit is not None else 0  # the seed only chooses which examples are kept
+    source = _source(d.source, d.root, d.size, d.limit, d.classes, tuple(sorted(d.columns.items())), seed)
+    return partition(source, p.kind, p.clients, config.seed, p.split, p.validation, p.test, **p.options)
+
+
+def _instructions(config: RunConfig) -> FederatedData:
+    """Instruction records, in the tokens of the model."""
+    from fedspan.language.instructions import MAX_LENGTH, instruction_data
+    from fedspan.language.tokens import load_tokenizer
+
+    d, p = config.data, config.partition
+    return instruction_data(
+        d.source,
+        load_tokenizer(config.model.options["path"]),
+        root=d.root,
+        kind=p.kind,
+        clients=p.clients,
+        seed=config.seed,
+        split=p.split,
+        validation=p.validation,
+        test=p.test,
+        max_length=d.max_length or MAX_LENGTH,
+        limit=d.limit,
+        columns=d.columns,
+        **p.options,
+    )
+
+
+def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Method, Task, FederatedData]:
+    """The method, the task and the data of an experiment; other data can be given in their place."""
+    method = config.only(config.method["name"])
+    data = assemble_data(config) if data is None else data
+    shape, outputs = tuple(data.x.shape[1:]), data.classes or 1
+    dtype = config.train.torch_dtype
+    kind: Literal["classification", "regression", "language"]
+    if is_language(config.model.kind):
+        kind = "language"
+    else:
+        kind = "classification" if data.classes is not None else "regression"
+
+    def of(name: str) -> Task:
+        # Task seeds torch with (seed, "init") around this function, so that the weights depend on nothing else.
+        build = lambda: config.model.module(shape, outputs, name)
+        return Task(
+            build, kind, head=config.model.head, zero_head=config.model.zero_head, dtype=dtype, seed=config.seed
+        )
+
+    kinds = config.model.kinds
+    task = Task.family({name: of(name) for name in kinds}, kinds) if kinds else of(config.model.kind)
+    if config.devices.limited:
+        method, _ = assign(method, task, data.to(dtype), config.devices, config.train)
+    return method, task, data

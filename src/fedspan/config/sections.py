@@ -1,0 +1,117 @@
+"""The sections of an experiment file whose keys depend on a kind: `[data]`, `[partition]`, `[model]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import nn
+
+from fedspan.data import PARTITIONS, check_partition
+from fedspan.data.sources.catalog import KNOWN
+from fedspan.errors import ConfigError, nearest
+from fedspan.models import MODELS, build
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """`[data]`: where the examples come from; see `fedspan.data.load`."""
+
+    source: str = "digits"
+    root: str | None = None
+    size: int | None = None
+    limit: int | None = None
+    classes: int | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    max_length: int | None = None  # of language models: tokens of a record
+
+    def __post_init__(self) -> None:
+        for name in ("size", "limit", "classes", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"Data: {name} must be an integer >= 1. Got {value}.")
+        if not self.source or "\0" in self.source + (self.root or ""):
+            raise ConfigError(f"Data: source must be a name, a path or a hub id. Got {self.source!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """`[partition]`: who holds what; `options` are the further keys of the section, complete after checking."""
+
+    kind: str = "iid"
+    clients: int | None = None
+    split: str = "client"
+    validation: float = 0.0
+    test: float = 0.25
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = PARTITIONS[self.kind].options if self.kind in PARTITIONS else self.options
+        for name in self.options:
+            if name not in known:
+                hint = nearest(name[:60], [*known, *(f.name for f in fields(self) if f.name != "options")])
+                raise ConfigError(f"Partition: kind '{self.kind}' has no key '{name[:60]}'.{hint}")
+        checked = check_partition(self.kind, self.clients, self.split, self.validation, self.test, self.options)
+        object.__setattr__(self, "options", {k: v for k, v in checked.items() if v is not None})
+        if self.clients == 1:
+            raise ConfigError("Partition: clients must be at least 2, as one client has nobody to learn from. Got 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """`[model]`: a name of `fedspan.models.MODELS` or 'package.module:Class', the head's prefix, and its options.
+
+    With `zero_head` the head starts from zero: how a client calls its classes then makes no difference to the body.
+    With `kinds` clients take several of these in turn; an option goes for all of them that have it.
+    """
+
+    kind: str = "mlp"
+    kinds: tuple[str, ...] = ()
+    head: str | None = None
+    zero_head: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "input_shape"):
+            if name in self.options:
+                raise ConfigError(f"Model: {name} comes from the data and cannot be set. Remove it.")
+        if self.kinds:
+            object.__setattr__(self, "kind", self.kinds[0])
+        kinds = self.kinds or (self.kind,)
+        named = [kind for kind in kinds if ":" not in kind]
+        known: dict[str, Any] = {}
+        for kind in named:
+            known |= self._known(kind)
+        if len(named) < len(kinds):
+            return  # what a class of the user's own takes is not known
+        for name in self.options:
+            if name not in known:
+                hint = nearest(name, [*known, "kind", "kinds", "head", "zero_head"])
+                raise ConfigError(f"Model: kind '{', '.join(kinds)}' has no option '{name[:60]}'.{hint}")
+        filled = {**known, **self.options}
+        options = {k: list(v) if isinstance(v, tuple) else v for k, v in filled.items() if v is not None}
+        object.__setattr__(self, "options", options)
+
+    def _known(self, kind: str) -> Mapping[str, Any]:
+        """The options of a kind, with their defaults."""
+        if kind not in MODELS:
+            raise ConfigError(f"Model: unknown kind '{kind[:60]}'.{nearest(kind[:60], MODELS)}")
+        return MODELS[kind].options
+
+    def module(self, shape: tuple[int, ...], classes: int, kind: str | None = None) -> nn.Module:
+        """Build the model (of several the one of that kind); its weights come from torch's generator."""
+        kind, options = kind or self.kind, self.options
+        if self.kinds and ":" not in kind:
+            options = {k: v for k, v in options.items() if k in self._known(kind)}
+        return build(kind, shape, classes, **options)
+
+
+def known_shape(data: DataConfig) -> tuple[tuple[int, ...], int] | None:
+    """Shape of an example and number of classes, where they are known before loading."""
+    if data.source != "digits" and data.source not in KNOWN:
+        return None
+    shape = (1, 8, 8) if data.source == "digits" else KNOWN[data.source].shape
+    classes = 10 if data.source == "digits" else len(KNOWN[data.source].class_names)
+    size = data.size or shape[1]
+    return (shape[0], size, size), data.classes or classes

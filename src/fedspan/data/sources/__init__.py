@@ -1,0 +1,1 @@
+"""Where examples come from: known sets, files, one client's own file."""

@@ -1,0 +1,1 @@
+"""A node of a federation: one client's own machine."""

@@ -1,0 +1,104 @@
+"""What a node does with a request: find its experiment, its data and its state, and do the work."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedspan.config import RunConfig, assemble_data
+from fedspan.config.client_file import read_own
+from fedspan.data.federated import FederatedData
+from fedspan.deploy.envelope import Facts
+from fedspan.deploy.experiment import kind_of, read_config, read_experiment
+from fedspan.deploy.node.node import Node
+from fedspan.errors import ConfigError
+
+SETTINGS = "node.json"
+
+
+class Service:
+    """A node's folder: `node.json` says where its examples are, `state/` holds what it has learnt.
+
+    `node.json` holds one of `data` (an .npz file with x, y and perhaps x_test, y_test), `loader`
+    ("package.module:function", called with the configuration, which returns the same arrays) or `partition` (a number:
+    that client of the experiment's own partition, for trying things out), and perhaps `root`, where sources lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._node: tuple[str, Node] | None = None
+
+    def handle(self, experiment: str, facts: Facts, payload: bytes) -> tuple[Facts, bytes]:
+        """Answer one request."""
+        return self.node(experiment).handle(facts, payload)
+
+    def node(self, experiment: str) -> Node:
+        """The node of an experiment; the last one is kept."""
+        if self._node is None or self._node[0] != experiment:
+            data, place = self._data(read_config(experiment))
+            made = Node(read_experiment(experiment, data), data, place, self.folder / "state")
+            self._node = experiment, made
+        return self._node[1]
+
+    def _data(self, config: RunConfig) -> tuple[FederatedData, int]:
+        where = read_settings(self.folder)
+        if where.get("root"):
+            config = replace(config, data=replace(config.data, root=where["root"]))
+        if "partition" in where:
+            data = assemble_data(config)
+            if not 0 <= where["partition"] < data.clients:
+                raise ConfigError(f"Node: partition must lie in 0..{data.clients - 1}. Got {where['partition']}.")
+            return data, int(where["partition"])
+        if "data" in where:
+            kind = kind_of(config)
+            classes = config.data.classes if kind is None else kind.classes
+            source = read_own(Path(where["data"]), config, classes)[0]
+            end = len(source.x) - len(source.test_rows)
+            parts: Sequence[Any] = [source.x[:end], source.y[:end]]
+            parts = [*parts, source.x[end:], source.y[end:]] if len(source.test_rows) else parts
+            return _one(config, parts, classes), 0
+        if "loader" in where:
+            return _one(config, _loader(where["loader"])(config), config.data.classes), 0
+        raise ConfigError(f"Node: {self.folder / SETTINGS} must hold data, loader or partition.")
+
+
+def _one(config: RunConfig, parts: Sequence[Any], classes: int | None) -> FederatedData:
+    """One client's arrays, split as the experiment says where it has no test part."""
+    if len(parts) not in (2, 4):
+        raise ConfigError(f"Node: its data must be x, y or x, y, x_test, y_test. Got {len(parts)} arrays.")
+    kind = kind_of(config)
+    arrays = [torch.as_tensor(p) for p in parts]
+    return FederatedData.from_arrays(
+        [(arrays[0], arrays[1])],
+        test=[(arrays[2], arrays[3])] if len(parts) == 4 else None,
+        test_fraction=config.partition.test,
+        validation_fraction=config.partition.validation,
+        classes=classes if kind is None else kind.classes,
+        seed=config.seed,
+    )
+
+
+def _loader(name: str) -> Callable[[RunConfig], Sequence[Any]]:
+    module, colon, function = str(name).partition(":")
+    try:
+        if not colon:
+            raise ImportError("there is no colon")
+        found: Callable[[RunConfig], Sequence[Any]] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"Node: loader must be 'package.module:function'. Got {str(name)[:80]!r}: {e}.") from None
+    return found
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What `node.json` of a node's folder holds."""
+    try:
+        settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"Node: {folder / SETTINGS} cannot be read ({type(e).__name__}). Use deploy node.") from None
+    return settings

@@ -1,0 +1,1 @@
+"""Keys, processes and the proxy of a federation."""

@@ -1,0 +1,294 @@
+"""The server's folder: its SuperLink, the nodes that are registered, and the runs that were ordered."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import time
+import urllib.request
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedspan.config import RunConfig, to_toml
+from fedspan.deploy.experiment import DataKind
+from fedspan.deploy.node import worker
+from fedspan.deploy.operations import prefork, processes
+from fedspan.deploy.policy import Policy
+from fedspan.deploy.server.server import Roster
+from fedspan.errors import ConfigError, FedspanError, safe_name
+from fedspan.storage.atomic import write_whole
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run as it was ordered."""
+
+    experiment: str
+    kind: DataKind
+    terms: Policy
+    out: Path
+    fresh: bool
+    groups: list[int] | None
+
+
+class Deployment:
+    """The folder `server/` that `make_keys` made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        if not (self.folder / "ca.crt").is_file():
+            raise ConfigError(f"Deploy: {folder} must be the server's folder of fedspan deploy keys.")
+
+    # ------------------------------------------------------------------------------------------------ the SuperLink
+
+    @property
+    def port(self) -> int:
+        """The port of the SuperLink that was started last."""
+        return int(self._facts()["port"])
+
+    def start(self, port: int | None = None, seconds: float = 120.0) -> int:
+        """Start the SuperLink on the loopback address with TLS, node authentication and a database."""
+        if processes.running(self.folder):
+            raise ConfigError(f"Deploy: {self.folder} is running already. Stop it first: fedspan deploy stop.")
+        port = port or processes.free_port()
+        pid = processes.start(self.folder, "superlink", self.command(port), self.environment())
+        self._write("server.json", {**self._facts(), "port": port})
+        processes.wait_for("the SuperLink", self.ready, seconds, self.folder, "superlink")
+        return pid
+
+    def command(self, port: int) -> list[str]:
+        """How the SuperLink is started: never on another address, never without TLS and authentication."""
+        here = self.folder
+        files = ["--ssl-ca-certfile", here / "ca.crt", "--ssl-certfile", here / "server.crt"]
+        files += ["--ssl-keyfile", here / "server.key", "--database", here / "state.db"]
+        safe = ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
+        return ["flower-superlink", "--host", LOOPBACK, "--port", str(port), *map(str, files), *safe]
+
+    def environment(self) -> dict[str, str]:
+        """What the SuperLink and the ServerApp that it starts run with."""
+        return processes.environment(self.folder / "flwr", FEDSPAN_DEPLOY=str(self.folder))
+
+    def ready(self) -> bool:
+        """Whether the SuperLink answers."""
+        context = ssl.create_default_context(cafile=str(self.folder / "ca.crt"))
+        try:
+            with urllib.request.urlopen(f"https://{LOOPBACK}:{self.port}/health", timeout=5, context=context) as r:
+                return bool(r.status == 200)
+        except OSError:
+            return False
+
+    def stop(self) -> list[str]:
+        """Stop the SuperLink and what it has started."""
+        return processes.stop(self.folder)
+
+    # ------------------------------------------------------------------------------------------------ nodes
+
+    def register(self) -> dict[str, int]:
+        """Register the public keys in `nodes/` that are not yet; which node has which id, in the order of numbers."""
+        from flwr.cli.supernode.register import try_load_public_key
+        from flwr.proto.control_pb2 import RegisterNodeRequest
+
+        known: dict[str, int] = dict(self._facts().get("nodes", {}))
+        new = [p for p in sorted((self.folder / "nodes").glob("*.pub"), key=_by_number) if p.stem not in known]
+        if new:
+            with self._control() as control:
+                for path in new:
+                    request = RegisterNodeRequest(public_key=try_load_public_key(path), name=path.stem)
+                    known[path.stem] = int(control.RegisterNode(request).node_id)
+                    self._write("server.json", {**self._facts(), "nodes": known})
+        return known
+
+    def roster(self, groups: list[int] | None) -> Roster:
+        """Which node is which client."""
+        known = self._facts().get("nodes", {})
+        if len(known) < 2:
+            raise ConfigError("Deploy: at least 2 nodes must be registered. Start the server with their keys.")
+        return Roster(
+            tuple(known.values()), tuple(known), None if groups is None else torch.tensor(groups, dtype=torch.int64)
+        )
+
+    # ------------------------------------------------------------------------------------------------ runs
+
+    def submit(
+        self, config: RunConfig, kind: DataKind, terms: Policy, *, fresh: bool = False, groups: list[int] | None = None
+    ) -> int:
+        """Order a run, and hand it to Flower; the number Flower gives it. A run found in its directory goes on."""
+        from flwr.cli.build import build_fab_from_files
+        from flwr.common.serde import fab_to_proto
+        from flwr.proto.control_pb2 import StartRunRequest
+        from flwr.supercore.fab import Fab
+
+        # Where the data lie is each node's own affair.
+        config = replace(config, data=replace(config.data, root=None))
+        out, text = self.out(config.name), to_toml(config)
+        out.mkdir(parents=True, exist_ok=True)
+        order = {"experiment": text, "kind": asdict(kind), "terms": asdict(terms), "fresh": fresh, "groups": groups}
+        (out / "started").unlink(missing_ok=True)
+        self._write(f"runs/{out.name}/order.json", order)
+        self._write(f"runs/{out.name}/config.toml", text)
+        fab = build_fab_from_files(bundle(config.name, text))[0]
+        import hashlib
+
+        with self._control() as control:
+            request = StartRunRequest(fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})))
+            answer = control.StartRun(request)
+        if not answer.HasField("run_id"):
+            raise FedspanError(f"Deploy: the run was not accepted. See {self.folder / 'superlink.log'}.")
+        return int(answer.run_id)
+
+    def out(self, name: str) -> Path:
+        """The directory of a run."""
+        return self.folder / "runs" / safe_name(name, "Deploy: a run's name")
+
+    def order(self, name: str) -> Order:
+        """A run as it was ordered."""
+        out = self.out(name)
+        values = json.loads((out / "order.json").read_text())
+        kind = DataKind(tuple(values["kind"]["shape"]), values["kind"]["classes"], values["kind"]["dtype"])
+        return Order(values["experiment"], kind, Policy(**values["terms"]), out, values["fresh"], values["groups"])
+
+    def flower_status(self, number: int) -> str:
+        """What Flower says of a run, as status:sub-status."""
+        from flwr.proto.control_pb2 import ListRunsRequest
+
+        with self._control() as control:
+            run = control.ListRuns(ListRunsRequest(run_id=number)).run_dict[number]
+        parts = (run.status.status, run.status.sub_status)
+        return ":".join(p for p in parts if p)
+
+    def status(self, name: str) -> dict[str, Any] | None:
+        """What the server of a run wrote last; None before its first word."""
+        try:
+            body: dict[str, Any] = json.loads((self.out(name) / "status.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return body
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def _control(self) -> Any:
+        from contextlib import closing
+
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        return closing(
+            ControlHttpClient.from_server_address(
+                server_address=f"{LOOPBACK}:{self.port}",
+                insecure=False,
+                root_certificates=(self.folder / "ca.crt").read_bytes(),
+                interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+            )
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        try:
+            facts: dict[str, Any] = json.loads((self.folder / "server.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return facts
+
+    def _write(self, name: str, value: Any) -> None:
+        write_whole(self.folder / name, value if isinstance(value, str) else json.dumps(value, indent=1))
+
+
+def bundle(name: str, experiment: str) -> dict[str, bytes]:
+    """The files of the Flower app: nothing but where its code is installed, and the experiment."""
+    text = f"""[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "fedspan-app"
+version = "1.0.0"
+description = "fedspan"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedspan"
+
+[tool.flwr.app.components]
+serverapp = "fedspan.deploy.server.server_app:app"
+clientapp = "fedspan.deploy.node.client_app:app"
+
+[tool.flwr.app.config]
+name = {json.dumps(name)}
+experiment = {json.dumps(experiment)}
+"""
+    return {"pyproject.toml": text.encode(), "README.md": b"The code is that of the fedspan installed here.\n"}
+
+
+def start_node(
+    folder: Path, superlink: str, settings: dict[str, Any], *, warm: bool = True, seconds: float = 120.0
+) -> None:
+    """Start a node: its warm worker and its starter, if wanted, and the SuperNode that connects to the server.
+
+    Args:
+        folder: the node's folder of `make_keys`.
+        superlink: host:port of the server, or of the proxy in front of it.
+        settings: what `node.json` is to hold; see `fedspan.deploy.node.service.Service`.
+    """
+    import sys
+
+    folder = folder.resolve()
+    if not (folder / "key").is_file():
+        raise ConfigError(f"Deploy: {folder} must be a node's folder of fedspan deploy keys.")
+    if processes.running(folder):
+        raise ConfigError(f"Deploy: the node in {folder} is running already. Stop it first: fedspan deploy stop.")
+    (folder / "node.json").write_text(json.dumps(settings, indent=1))
+    env = processes.environment(folder / "flwr", FEDSPAN_NODE=str(folder))
+    modules = {"worker": "fedspan.deploy.node.worker", "prefork": "fedspan.deploy.operations.prefork"}
+    helpers = {"worker": worker.NOTE, "prefork": prefork.NOTE} if warm else {}
+    for name, note in helpers.items():
+        (folder / note).unlink(missing_ok=True)
+        processes.start(folder, name, [sys.executable, "-m", modules[name], str(folder)], env)
+    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if warm else {}
+    processes.start(folder, "supernode", node_command(folder, superlink), env | first)
+    for name, note in helpers.items():
+        processes.wait_for(f"the {name}", (folder / note).exists, seconds, folder, name)
+
+
+def node_command(folder: Path, superlink: str) -> list[str]:
+    """How a SuperNode is started; what it serves itself stays on the loopback address."""
+    files = ["--root-certificates", folder / "ca.crt", "--auth-supernode-private-key", folder / "key"]
+    own = ["--host", LOOPBACK, "--port", str(processes.free_port())]
+    return ["flower-supernode", "--superlink", superlink, *map(str, files), *own]
+
+
+def watch_run(deployment: Deployment, name: str, number: int, seconds: float, tell: Any) -> dict[str, Any]:
+    """Wait for a run, telling of every round; its last status.
+
+    Raises:
+        FedspanError: if Flower ended it otherwise than well, or the time is over.
+    """
+    end, shown = time.monotonic() + seconds, -1
+    while True:
+        body = deployment.status(name)
+        if body is not None and body["round"] > shown and body["state"] != "waiting":
+            shown = body["round"]
+            tell(body)
+        state = deployment.flower_status(number)
+        if state.startswith("finished"):
+            body = deployment.status(name)
+            if state != "finished:completed" or body is None or body["state"] != "finished":
+                log = deployment.out(name) / "server.log"
+                raise FedspanError(f"Deploy: the run ended as {state}. Order it again to go on. See {log}.")
+            return body
+        if time.monotonic() > end:
+            raise FedspanError(
+                f"Deploy: the run is not finished after {seconds:g} s; it goes on without being watched."
+            )
+        time.sleep(1.0)
+
+
+def _by_number(path: Path) -> tuple[str, int, str]:
+    """node-2 before node-10."""
+    stem, _, number = path.stem.rpartition("-")
+    return (stem, int(number), "") if number.isdigit() else (path.stem, -1, "")

@@ -1,0 +1,46 @@
+"""The ServerApp that Flower loads beside the SuperLink."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedspan.errors import ConfigError
+
+FOLDER = "FEDSPAN_DEPLOY"
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Do what is left of the run that `fedspan deploy run` asked for."""
+    from fedspan.deploy.experiment import read_experiment
+    from fedspan.deploy.operations.deployment import Deployment
+    from fedspan.deploy.server.server import Server
+
+    if FOLDER not in os.environ:
+        raise ConfigError(f"Server: {FOLDER} must name the folder. Start the SuperLink with fedspan deploy server.")
+    deployment = Deployment(Path(os.environ[FOLDER]))
+    order = deployment.order(str(context.run_config["name"]))
+
+    def tell(text: str) -> None:
+        with open(order.out / "server.log", "a") as log:  # what a ServerApp prints goes to nobody
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    server = Server(
+        read_experiment(order.experiment, order.kind),
+        order.kind,
+        grid,
+        deployment.roster(order.groups),
+        terms=order.terms,
+        out=order.out,
+        fresh=order.fresh and not (order.out / "started").exists(),
+        log=tell,
+    )
+    (order.out / "started").touch()  # a restart of the same order goes on where it was
+    server.run()

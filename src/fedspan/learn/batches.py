@@ -1,0 +1,253 @@
+"""Named minibatch streams: rows of indices into one flat pool, −1 for an empty slot.
+
+Rows are drawn from (seed, round, client) alone, so the simulator and a deployed node see the same batches. All streams
+of a round are prefixes of one sequence: a phase that is alone in one method and second in another sees the same data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedspan.errors import ConfigError
+from fedspan.randomness import fold, generator
+
+Index: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """E passes over the client's training data; without a number, the run's `train.epochs`."""
+
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """K minibatches, starting a new pass whenever the data run out."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class All:
+    """One pass over all training examples in their own order, nothing dropped."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One pass over a random share of the training data, another one in every round."""
+
+    share: float
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One pass over the client's validation part in its own order.
+
+    With a `share` it is that part of the training data instead, the same in every round, and the other streams of the
+    plan leave it out: for methods that hold out examples themselves, whatever the partition sets aside for the user.
+    """
+
+    share: float | None = None
+
+
+Amount: TypeAlias = Epochs | Steps | All | Share | Validation
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One minibatch: inputs, labels, and which slots hold an example.
+
+    `mapped` says that the code runs for many clients at once: there may be empty slots, and gradients come from
+    `torch.func`. When not mapped, every slot holds an example.
+    """
+
+    x: Tensor
+    y: Tensor
+    slots: Tensor | None  # row indices, −1 = empty; None when not mapped
+    stream: Tensor
+    step: int
+
+    @property
+    def mapped(self) -> bool:
+        """Whether many clients are computed at once."""
+        return self.slots is not None
+
+    @property
+    def w(self) -> Tensor:
+        """1 for an example, 0 for an empty slot."""
+        dtype = self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
+        if self.slots is None:
+            return torch.ones(len(self.x), dtype=dtype, device=self.x.device)
+        return (self.slots >= 0).to(dtype)
+
+    @property
+    def live(self) -> Tensor:
+        """Whether there is any example in it."""
+        return torch.ones((), dtype=torch.bool) if self.slots is None else (self.slots >= 0).any()
+
+    @property
+    def key(self) -> Tensor:
+        """A key for random numbers of this step alone."""
+        return fold(self.stream, self.step)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of per-example values over the examples; 0 if there is none."""
+        if self.slots is None:
+            return values.mean()
+        w = self.w
+        return (values * w).sum() / w.sum().clamp_min(1)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """K minibatches of one client. Iterating gives `Batch`es; when not mapped, empty slots are left out altogether."""
+
+    x: Tensor
+    y: Tensor
+    rows: Tensor  # [K, B] indices into x and y, −1 = empty slot, only at the end of a row
+    key: Tensor
+    relabel: Tensor | None = None
+    mapped: bool = False
+
+    def __len__(self) -> int:
+        return self.rows.shape[0]
+
+    def __iter__(self) -> Iterator[Batch]:
+        sizes = None if self.mapped else (self.rows >= 0).sum(1).tolist()
+        for k, row in enumerate(self.rows.unbind(0)):
+            if sizes is None:
+                yield self._fetch(row, k)
+            elif sizes[k]:
+                yield self._fetch(row[: sizes[k]], k)
+
+    def _fetch(self, row: Tensor, step: int) -> Batch:
+        if self.mapped:
+            at = row.clamp_min(0)
+            x, y = self.x[at], self.y[at]
+        else:
+            x, y = self.x.index_select(0, row), self.y.index_select(0, row)
+        if self.relabel is not None:
+            y = self.relabel[y]
+        return Batch(x, y, row if self.mapped else None, self.key, step)
+
+    def first(self, k: int) -> Batches:
+        """The first k of them."""
+        return Batches(self.x, self.y, self.rows[:k], self.key, self.relabel, self.mapped)
+
+    def shifted(self, by: int) -> Batches:
+        """The same minibatches starting `by` later, the first ones at the end; empty ones stay at the end."""
+        live = (self.rows >= 0).any(1)
+        turned = (torch.arange(len(self.rows)) + by) % live.sum().clamp_min(1)
+        rows = torch.where(live[:, None], self.rows[turned], self.rows)
+        return Batches(self.x, self.y, rows, self.key, self.relabel, self.mapped)
+
+    def whole(self) -> Batch:
+        """All of them as one batch."""
+        row = self.rows.reshape(-1)
+        return self._fetch(row if self.mapped else row[row >= 0], 0)
+
+
+def draw(
+    train: Index,
+    validation: Index,
+    plan: Mapping[str, Amount],
+    *,
+    seed: int,
+    round: int,
+    client: int,
+    batch_size: int | None,
+    epochs: int,
+    drop_last: bool = False,
+) -> dict[str, Index]:
+    """The index rows of every stream of one client in one round, each of shape [K, B], padded by −1.
+
+    Args:
+        batch_size: None means all examples in one batch.
+        drop_last: for batch normalisation: leave out a last batch that is not full (unless it is the only one), and
+            never make a batch of one example; a client that has only one takes no steps.
+    """
+    held = next((a.share for a in plan.values() if isinstance(a, Validation) and a.share is not None), None)
+    if held is not None:
+        train, validation = _hold_out(train, held, seed, client)
+    n = len(train)
+    width = n if batch_size is None else min(batch_size, n)
+    per_pass = (n // width if width > 1 else 0) if drop_last else -(-n // width)
+    passes: list[Index] = []
+    rng = generator(seed, "batches", round, client)
+
+    def shuffled(steps: int) -> Index:
+        steps = steps if per_pass else 0
+        while len(passes) * per_pass < steps:
+            passes.append(rows_of(rng.permutation(train), width)[:per_pass])
+        if not steps:
+            return np.empty((0, width), np.int64)
+        return passes[0][:steps] if steps <= per_pass else np.concatenate(passes)[:steps]
+
+    streams = {}
+    for name, amount in plan.items():
+        match amount:
+            case Epochs(number):
+                streams[name] = shuffled(per_pass * (epochs if number is None else number))
+            case Steps(number):
+                streams[name] = shuffled(number)
+            case Share(share):
+                some = generator(seed, "part", round, client).permutation(train)[: max(1, math.ceil(share * n - 1e-9))]
+                streams[name] = _no_single(rows_of(some, width)) if drop_last else rows_of(some, width)
+            case All():
+                streams[name] = _no_single(rows_of(train, width)) if drop_last else rows_of(train, width)
+            case Validation(_):
+                if len(validation) == 0:
+                    raise ConfigError(
+                        f"Batches: client {client} has no validation examples, which stream '{name}' needs."
+                        " Set partition.validation to a fraction above 0."
+                    )
+                streams[name] = rows_of(validation, min(batch_size or len(validation), len(validation)))
+    return streams
+
+
+def _hold_out(train: Index, share: float, seed: int, client: int) -> tuple[Index, Index]:
+    """Training rows without a share of them, and that share, at least one; a lone example serves as both."""
+    if len(train) < 2:
+        return train, train
+    shuffled = generator(seed, "validation", client).permutation(train)
+    n = min(max(1, round(len(train) * share)), len(train) - 1)
+    return np.sort(shuffled[n:]), np.sort(shuffled[:n])
+
+
+def rows_of(index: Index, width: int) -> Index:
+    """Cut a list of indices into rows of `width`, the last one padded by −1."""
+    width = max(1, width)
+    steps = -(-len(index) // width)
+    out = np.full(steps * width, -1, np.int64)
+    out[: len(index)] = index
+    return out.reshape(steps, width)
+
+
+def _no_single(rows: Index) -> Index:
+    """Rows of which none holds one example alone: it joins the row before, or is left out if there is none."""
+    if len(rows) == 0 or (rows[-1] >= 0).sum() != 1:
+        return rows
+    if len(rows) == 1:
+        return rows[:0]
+    joined = np.full((len(rows) - 1, rows.shape[1] + 1), -1, np.int64)
+    joined[:, :-1] = rows[:-1]
+    joined[-1, -1] = rows[-1, 0]
+    return joined
+
+
+def pad(streams: Sequence[Index]) -> Tensor:
+    """Stack one stream of several clients to [C, K, B] with the smallest K and B that hold them all."""
+    steps, width = max(len(s) for s in streams), max(s.shape[1] for s in streams)
+    out = np.full((len(streams), steps, width), -1, np.int64)
+    for k, s in enumerate(streams):
+        out[k, : s.shape[0], : s.shape[1]] = s
+    return torch.from_numpy(out)

@@ -1,0 +1,48 @@
+"""Classes as a client sees them: which it has, and the mean of the head's inputs for each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedspan.errors import ConfigError
+from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.task import Task
+from fedspan.tree import Params
+
+
+def class_matrix(task: Task, who: str) -> str:
+    """The name of the head's matrix, one row per class.
+
+    Raises:
+        ConfigError: for a task without classes, or a head without exactly one matrix; `who` needs it.
+    """
+    start = task.init()
+    names = [k for k in task.need_head() if start[k].ndim == 2]
+    if task.kind != "classification" or len(names) != 1:
+        raise ConfigError(
+            f"{who}: the model must be a classifier whose head has one matrix, a row per class. Got a {task.kind} task"
+            f" and {len(names)} matrices in the head."
+        )
+    return names[0]
+
+
+def members(batch: Batch, classes: int, dtype: torch.dtype) -> Tensor:
+    """1 where an example of the batch is of a class, [B, C]; empty slots are of none."""
+    # `one_hot` looks at its values, which a mapped derivative cannot.
+    return (batch.y[:, None] == torch.arange(classes)).to(dtype) * batch.w.to(dtype)[:, None]
+
+
+def class_means(task: Task, params: Params, batches: Batches, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean feature of every class in a stream, zero for those it lacks, and how many examples there are.
+
+    Args:
+        matrix: the head's matrix [C, D], for its shape and type.
+    """
+    total, count = torch.zeros_like(matrix), torch.zeros_like(matrix[:, 0])
+    with torch.no_grad():
+        for batch in batches:
+            member = members(batch, len(matrix), matrix.dtype)
+            total = total + member.T @ task.features(params, batch.x)
+            count = count + member.sum(0)
+    return total / count.clamp_min(1)[:, None], count

@@ -1,0 +1,241 @@
+"""The only training loops: SGD and AdamW on any tree of parameters, mapped over clients or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value
+
+from fedspan import tree
+from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.task import Task
+from fedspan.tree import Params, Tree
+
+Loss: TypeAlias = Callable[[Any, Batch], Tensor]
+"""A scalar function of a tree of parameters and a batch."""
+
+Prox: TypeAlias = Mapping[str, Callable[[Tensor], Tensor]]
+"""What is done to single parameters (by path) after every step: a proximal step or a projection."""
+
+StartState: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+Step: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], "Tensor | None"], None]
+
+NO_PROX: Prox = {}
+
+
+def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
+    """∂loss/∂params on one batch, as a tree of the shape of `params`."""
+    return gradient_and_value(loss, params, batch)[0]
+
+
+def gradient_and_value(loss: Loss, params: Any, batch: Batch) -> tuple[Any, Tensor]:
+    """∂loss/∂params on one batch, and the loss itself."""
+    if batch.mapped:
+        both: tuple[Any, Tensor] = grad_and_value(lambda p: loss(p, batch))(params)
+        return both
+    at = tree.map(lambda p: p.detach().requires_grad_(), params)
+    with torch.enable_grad():
+        value = loss(at, batch)
+        return _slopes(value, at), value.detach()
+
+
+def hessian_product(loss: Loss, params: Any, direction: Any, batch: Batch) -> Any:
+    """∇²loss(params) · direction on one batch, by differentiating ⟨∇loss, direction⟩."""
+    if batch.mapped:
+        return grad(lambda p: tree.dot(grad(lambda q: loss(q, batch))(p), direction))(params)
+    at = tree.map(lambda p: p.detach().requires_grad_(), params)
+    with torch.enable_grad():
+        return _slopes(tree.dot(_slopes(loss(at, batch), at, again=True), direction), at)
+
+
+def _slopes(value: Tensor, at: Any, again: bool = False) -> Any:
+    """∂value/∂at by ordinary autograd; with `again` the result can be differentiated itself."""
+    leaves = tree.leaves(at)
+    grads = iter(torch.autograd.grad(value, leaves, create_graph=again, allow_unused=True, materialize_grads=True))
+    return tree.map(lambda _: next(grads), at)
+
+
+def sgd(
+    loss: Loss,
+    params: Tree,
+    batches: Iterable[Batch],
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    prox: Prox = NO_PROX,
+) -> Tree:
+    """Stochastic gradient descent, one step per batch, as `torch.optim.SGD`. An empty batch changes nothing."""
+    if isinstance(batches, Batches) and not batches.mapped and not momentum and not weight_decay and not prox:
+        result = _fused(loss, params, batches, lr)
+        if result is not None:
+            return result
+
+    def start(p: list[Tensor]) -> list[Tensor]:
+        return [torch.zeros_like(a) for a in p] if momentum else []
+
+    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox)[0]
+
+
+def sgd_from(
+    loss: Loss,
+    params: Tree,
+    velocity: Params,
+    batches: Iterable[Batch],
+    lr: float,
+    *,
+    momentum: float,
+    weight_decay: float = 0.0,
+    prox: Prox = NO_PROX,
+) -> tuple[Tree, Params]:
+    """`sgd` whose momentum goes on from `velocity` (by path, statistics left out); gives the velocity back, too."""
+    names = [k for k in tree.flatten(params) if not is_statistic(k)]
+
+    def start(p: list[Tensor]) -> list[Tensor]:
+        return [torch.zeros_like(a) + velocity[k] for k, a in zip(names, p)]
+
+    params, state = _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox)
+    return params, dict(zip(names, state)) if state else velocity
+
+
+def _descend(lr: float, momentum: float, weight_decay: float) -> Step:
+    def step(p: list[Tensor], g: list[Tensor], velocity: list[Tensor], live: Tensor | None) -> None:
+        if weight_decay:
+            g = [a + weight_decay * b for a, b in zip(g, p)]
+        if momentum:
+            for v, a in zip(velocity, g):
+                v.copy_(_if(live, momentum * v + a, v))
+            g = velocity
+        if live is None:
+            torch._foreach_sub_(p, g, alpha=lr)
+            return
+        for a, b in zip(p, g):  # a masked batch has gradient zero, but momentum and decay would still move
+            a.sub_(_if(live, b, torch.zeros_like(b)) if momentum or weight_decay else b, alpha=lr)
+
+    return step
+
+
+def adamw(
+    loss: Loss,
+    params: Tree,
+    batches: Iterable[Batch],
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    prox: Prox = NO_PROX,
+) -> Tree:
+    """AdamW, one step per batch, as `torch.optim.AdamW`. An empty batch changes nothing, not even the step count."""
+    b1, b2 = betas
+
+    def start(p: list[Tensor]) -> list[Tensor]:
+        return [*(torch.zeros_like(a) for a in p), *(torch.zeros_like(a) for a in p), p[0].sum() * 0]
+
+    def step(p: list[Tensor], g: list[Tensor], state: list[Tensor], live: Tensor | None) -> None:
+        count = state[-1]
+        count.copy_(_if(live, count + 1, count))
+        n = count.clamp_min(1)
+        for a, x, m, v in zip(p, g, state, state[len(p) :]):
+            m.copy_(_if(live, b1 * m + (1 - b1) * x, m))
+            v.copy_(_if(live, b2 * v + (1 - b2) * x * x, v))
+            move = lr * (m / (1 - b1**n)) / ((v / (1 - b2**n)).sqrt() + eps) + lr * weight_decay * a
+            a.sub_(_if(live, move, torch.zeros_like(a)))
+
+    return _train(loss, params, batches, start, step, prox)[0]
+
+
+def _fused(loss: Loss, params: Tree, batches: Batches, lr: float) -> Tree | None:
+    """Plain SGD on a task's own loss, with fused steps; None where that does not apply."""
+    task = getattr(loss, "__self__", None)
+    if not isinstance(task, Task) or getattr(loss, "__func__", None) is not Task.loss or not params:
+        return None
+    new: Tree | None = params
+    fresh = True
+    for batch in batches:
+        assert new is not None
+        new = task.sgd_step(new, batch, lr, fresh)
+        if new is None:  # decided by the first batch, before anything was changed
+            return None
+        fresh = False
+    return new
+
+
+def is_statistic(path: str) -> bool:
+    """Whether a leaf is a running statistic of batch normalisation: carried along, never trained."""
+    return path.endswith(("running_mean", "running_var"))
+
+
+def _train(
+    loss: Loss, params: Tree, batches: Iterable[Batch], start: StartState, step: Step, prox: Prox
+) -> tuple[Tree, list[Tensor]]:
+    """Run `step` and `prox` once per batch on copies of `params`; running statistics ride along and are not trained.
+
+    Returns the parameters and the optimiser's state, which is empty if there was no batch.
+    """
+    flat = tree.flatten(params)
+    trained = [k for k in flat if not is_statistic(k)]
+    if not trained:
+        return params, []
+    held: dict[str, Tensor] = {}  # what the loss sees: trained copies and owned statistics
+    p: list[Tensor] = []
+    state: list[Tensor] = []
+    for batch in batches:
+        if not p:
+            # Adding a mapped zero turns shared starting values into per-client ones, so that steps can be in place.
+            zero = (batch.w.sum() * 0).to(flat[trained[0]].dtype) if batch.mapped else None
+            for k, t in flat.items():
+                held[k] = t.detach().clone() if zero is None else t + zero
+                if is_statistic(k):
+                    held[k].owned = True  # type: ignore[attr-defined]
+            p = [held[k] for k in trained]
+            state = start(p)
+        if batch.mapped:
+            g = tree.leaves(grad(lambda q, b=batch: loss(q, b))(_assemble(params, held)))
+            step(p, g, state, batch.live)
+        else:
+            for a in p:
+                a.requires_grad_()
+            with torch.enable_grad():
+                value = loss(_assemble(params, held), batch)
+                g = list(torch.autograd.grad(value, p, allow_unused=True, materialize_grads=True))
+            for a in p:
+                a.requires_grad_(False)
+            step(p, g, state, None)
+        for k, f in prox.items():
+            held[k].copy_(_if(batch.live if batch.mapped else None, f(held[k]), held[k]))
+    if not p:
+        return params, []
+    for k in flat.keys() - set(trained):
+        del held[k].owned  # type: ignore[attr-defined]
+    result: Tree = _assemble(params, held)
+    return result, state
+
+
+def _assemble(like: Any, flat: dict[str, Tensor], prefix: str = "") -> Any:
+    """A tree of the shape of `like` with leaves from a flat dict (empty sub-trees kept)."""
+    if isinstance(like, dict):
+        return {k: _assemble(v, flat, f"{prefix}/{k}" if prefix else k) for k, v in like.items()}
+    return flat[prefix]
+
+
+def _if(live: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    return new if live is None else torch.where(live, new, old)
+
+
+def mean_gradient(loss: Loss, params: Any, batches: Iterable[Batch]) -> Any:
+    """Gradient of the mean loss over all examples of a stream: batch gradients weighted by their examples."""
+    total: Any = None
+    weight: Tensor | float = 0.0
+    for batch in batches:
+        n = batch.w.sum()
+        part = tree.map(lambda a, n=n: a * n, gradient(loss, params, batch))
+        total = part if total is None else tree.add(total, part)
+        weight = weight + n
+    if total is None:
+        return tree.zeros_like(params)
+    scale = torch.as_tensor(weight).clamp_min(1)
+    return tree.map(lambda a: a / scale, total)

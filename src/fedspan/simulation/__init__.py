@@ -1,0 +1,1 @@
+"""Rounds: the driver, the engine, the simulator, and what a run gives back."""

@@ -1,0 +1,249 @@
+"""What devices can afford: the cost of a client's round, the rank that fits a device, and a simulated clock."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedspan import tree, wire
+from fedspan.data.federated import FederatedData
+from fedspan.errors import ConfigError
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, Method, capacity_in
+from fedspan.method.levels import LEVELS
+from fedspan.simulation.dry_run import try_round
+from fedspan.simulation.settings import Settings
+
+__all__ = ["LEVELS", "Choice", "Clock", "Cost", "Devices", "assign", "measure"]
+
+
+STEPS = 32
+"""Local steps that are enough to measure a round by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """`[devices]`: what clients compute and send with, each list in turn over them; together a table.
+
+    Args:
+        gflops: 10⁹ floating-point operations per second, as they are reached in training.
+        mbps: 10⁶ bits per second, up and down alike.
+        memory_mb: 10⁶ bytes for training; without it memory does not matter.
+        round_seconds: the longest round. With it, or with memory, methods whose clients have ranks take for every
+            client the largest of `ratios` that fits.
+    """
+
+    gflops: tuple[float, ...] = ()
+    mbps: tuple[float, ...] = ()
+    memory_mb: tuple[float, ...] = ()
+    round_seconds: float | None = None
+    ratios: tuple[float, ...] = (1.0, 0.5, 0.375, 0.3, 0.2, 0.1)
+
+    def __post_init__(self) -> None:
+        for name in ("gflops", "mbps", "memory_mb"):
+            if not all(0 < v < float("inf") for v in getattr(self, name)):
+                raise ConfigError(f"Devices: {name} must be finite numbers > 0. Got {list(getattr(self, name))}.")
+        if bool(self.gflops) != bool(self.mbps):
+            raise ConfigError("Devices: gflops and mbps must be given together. Got one of them.")
+        if self.round_seconds is not None and not (0 < self.round_seconds < float("inf") and self.gflops):
+            raise ConfigError(
+                f"Devices: round_seconds must be a number > 0, with gflops and mbps. Got {self.round_seconds!r}."
+            )
+        if not self.ratios or not all(0 < r <= 1 for r in self.ratios):
+            raise ConfigError(f"Devices: ratios must be one or more numbers in (0, 1]. Got {list(self.ratios)}.")
+
+    @property
+    def timed(self) -> bool:
+        """Whether rounds can be timed."""
+        return bool(self.gflops)
+
+    @property
+    def limited(self) -> bool:
+        """Whether a rank must fit anything."""
+        return self.round_seconds is not None or bool(self.memory_mb)
+
+    def seconds(self, client: int, flops: float, sent: float) -> float | None:
+        """Time of a client's round: computing, then sending `sent` bytes; None if speeds are not known."""
+        if not self.timed:
+            return None
+        speed, rate = self.gflops[client % len(self.gflops)], self.mbps[client % len(self.mbps)]
+        return flops / (speed * 1e9) + 8 * sent / (rate * 1e6)
+
+    def memory(self, client: int) -> float | None:
+        """Bytes that a client has for training."""
+        return self.memory_mb[client % len(self.memory_mb)] * 1e6 if self.memory_mb else None
+
+    def fits(self, client: int, seconds: float | None, memory: float) -> bool:
+        """Whether a client can afford a round of this cost."""
+        room = self.memory(client)
+        slow = self.round_seconds is not None and seconds is not None and seconds > self.round_seconds
+        return not slow and (room is None or memory <= room)
+
+
+class Cost(NamedTuple):
+    """A client's round: operations per training example, the most memory at once, bytes up and down."""
+
+    flops: float
+    memory: int
+    up: int
+    down: int
+
+
+class Choice(NamedTuple):
+    """What a client was given, and what a round costs it."""
+
+    client: int
+    ratio: float | None
+    flops: float
+    memory: int
+    up: int
+    down: int
+    seconds: float | None
+    fits: bool
+
+
+def measure(method: Method, task: Task, data: FederatedData, client: int, settings: Settings, level: int = 0) -> Cost:
+    """Run a round of one client on a few of its minibatches, at one of its levels, and count what it took.
+
+    Operations are those of products and convolutions, forward and backward, in all epochs and phases. Memory is what
+    tensors held at once: what came and was kept, the model, gradients and activations; not a kernel's scratch space.
+    """
+    rows = data.train[client]
+    size = len(rows) if settings.batch_size == "full" else min(len(rows), settings.batch_size)
+    # What is not done in every step (a decay, say) needs several steps to be seen; full minibatches only.
+    several = size * max(1, min(len(rows) // size, STEPS // max(1, settings.epochs)))
+    one = replace(data, train=[r[:several] if i == client else r[:1] for i, r in enumerate(data.train)])
+    counter, peak = FlopCounterMode(display=False), Peak()
+    # The second round: what a method leaves out of the first (an alignment, say) is there.
+    within = (counter, peak)
+    trial = try_round(method, task, one, client, size, epochs=settings.epochs, round=2, level=level, within=within)
+    held = tree.nbytes(trial.rows) + tree.nbytes(trial.common) + peak.most
+    sent = tree.take(trial.answer.sent, 0)
+    up = wire.count({**sent.mean, **sent.each}) | {k: int(v[0]) for k, v in trial.answer.coded.items()}
+    down = wire.count(trial.down)
+    return Cost(counter.get_total_flops() / several, held, sum(up.values()), sum(down.values()))
+
+
+def assign(
+    method: Method, task: Task, data: FederatedData, devices: Devices, settings: Settings
+) -> tuple[Method, list[Choice]]:
+    """The method with the largest ratio every client can afford, and the cost of a round for each.
+
+    A client that no ratio fits gets the smallest one, and `fits` says so. Methods without ranks, and devices without
+    limits, stay as they are.
+    """
+    ratios = sorted(set(devices.ratios), reverse=True)
+    known: dict[Any, Cost] = {}
+    given: list[float] | None = None
+    if devices.limited and method.with_ratios((1.0,)) is not None:
+        given = []
+        for i in range(data.clients):
+            for r in ratios:
+                if r not in known:
+                    alike = method.with_ratios((r,))
+                    assert alike is not None
+                    known[r] = measure(alike, task, data, largest(data), settings)
+                if devices.fits(i, _seconds(devices, i, known[r], len(data.train[i])), known[r].memory):
+                    break
+            given.append(r)
+        method = method.with_ratios(tuple(given)) or method
+    choices = []
+    capacities = [capacity_in(method, task, i) for i in range(data.clients)]
+    for i in range(data.clients):
+        label: Any = given[i] if given is not None else ("as it is", capacities[i])
+        if label not in known:
+            known[label] = measure(method, task, data, largest(data, capacities, i), settings)
+        cost = known[label]
+        seconds = _seconds(devices, i, cost, len(data.train[i]))
+        fits = devices.fits(i, seconds, cost.memory)
+        ratio = None if given is None else given[i]
+        flops = cost.flops * len(data.train[i])
+        choices.append(Choice(i, ratio, flops, cost.memory, cost.up, cost.down, seconds, fits))
+    return method, choices
+
+
+def largest(data: FederatedData, capacities: Sequence[Capacity] = (), like: int = 0) -> int:
+    """The client with most examples, of those with the capacity of `like` if capacities are given."""
+    able = [i for i in range(data.clients) if not capacities or capacities[i] == capacities[like]]
+    return max(able, key=lambda i: len(data.train[i]))
+
+
+def _seconds(devices: Devices, client: int, cost: Cost, examples: int) -> float | None:
+    return devices.seconds(client, cost.flops * examples, cost.up + cost.down)
+
+
+class Timed(NamedTuple):
+    """A round on devices: its seconds, who was last, and the operations of all participants together."""
+
+    seconds: float
+    slowest: int
+    flops: float
+
+
+class Clock:
+    """How long rounds would take on real devices: a round is as long as its slowest participant."""
+
+    def __init__(self, devices: Devices, cost: Callable[[int, Capacity], Cost]) -> None:
+        self.devices, self.cost = devices, cost
+        self._known: dict[Capacity, Cost] = {}
+
+    def round(self, examples: dict[int, int], capacity: dict[int, Capacity], sent: dict[Capacity, float]) -> Timed:
+        """What a round takes.
+
+        Args:
+            examples: training examples of every participant.
+            capacity: what each trained with.
+            sent: bytes up and down of one participant, by capacity.
+        """
+        times, operations = [], 0.0
+        for i, n in examples.items():
+            c = capacity[i]
+            if c not in self._known:
+                self._known[c] = self.cost(i, c)
+            flops = self._known[c].flops * n
+            seconds = self.devices.seconds(i, flops, sent[c])
+            assert seconds is not None
+            times.append((seconds, i))
+            operations += flops
+        return Timed(*max(times), operations)
+
+
+class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes that tensors made inside held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs or {}))}
+        out = func(*args, **(kwargs or {}))
+        for t in _tensors(out):
+            storage = t.untyped_storage()
+            at = storage.data_ptr()
+            if at in before or at in self._live:  # a view, or a result written into what was there
+                continue
+            self._live[at] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._free, at)
+        return out
+
+    def _free(self, at: int) -> None:
+        self.now -= self._live.pop(at, 0)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """All tensors in what an operation takes or gives."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        return [t for v in x.values() for t in _tensors(v)]
+    return [t for v in x for t in _tensors(v)] if isinstance(x, list | tuple) else []

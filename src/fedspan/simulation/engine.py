@@ -1,0 +1,270 @@
+"""Runs the one-client functions of a method for a chunk of clients: all at once by `vmap`, or one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedspan import tree, wire
+from fedspan.data.federated import FederatedData
+from fedspan.errors import ConfigError
+from fedspan.learn.batches import Amount, Batches, Index, draw, pad, rows_of
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Method, Sent, Visit, model_at
+from fedspan.randomness import key
+from fedspan.tree import Tree
+
+SMALL_MODEL = 20_000
+"""Up to this many parameters mapping wins clearly: the work of one client is smaller than the cost of asking for it."""
+
+MIDDLE_MODEL = 1_000_000
+"""Up to this many, mapping still wins where a visit has no more than two steps."""
+
+
+TRAINING = "before "
+"""Marks the streams of the local round that comes before a use of the model."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a chunk of clients gave: rows to keep, uploads, bytes of coded parts; all stacked in the order of ids."""
+
+    rows: Tree
+    sent: Sent
+    coded: dict[str, Tensor]
+
+
+@dataclass
+class Engine:
+    """A method, its task and the data, ready to run chunks of clients."""
+
+    method: Method
+    task: Task
+    data: FederatedData
+    seed: int
+    batch_size: int | None
+    epochs: int
+    mapping: Literal["vmap", "loop"]
+    evaluation_batch: int = 512
+
+    def __post_init__(self) -> None:
+        self._models: dict[Capacity, Task] = {}
+        self.dtype = next(iter(self.task.init().values())).dtype
+
+    def model(self, capacity: Capacity) -> Task:
+        """The task as the method trains it at one capacity, built once."""
+        if capacity not in self._models:
+            self._models[capacity] = model_at(self.method, self.task, capacity)
+        return self._models[capacity]
+
+    def begin(self, capacity: Capacity, client: int) -> Tree:
+        """A client's private state before its first round."""
+        who = ClientInfo(client, capacity, key(self.seed, "client", client), self.seed)
+        return self.method.init_client(self.model(capacity), who)
+
+    def update(
+        self,
+        capacity: Capacity,
+        round: int,
+        ids: list[int],
+        rows: Tree,
+        shared: Tree,
+        own: Tree,
+        common: Tree,
+        raw: bool = False,
+    ) -> Answer:
+        """`client_update` of every client in `ids`; rows and own are stacked in that order.
+
+        `raw` leaves uploads as they are before the codecs, for whoever really writes them.
+        """
+        task, shared = self.model(capacity), tree.aligned(shared)
+        codecs = {} if raw else self.method.codecs(round)
+
+        def one(client: Tree, mine: Tree, visit: Visit, _: object) -> tuple[Tree, Sent, dict[str, Tensor]]:
+            client, sent = self.method.client_update(task, client, {**shared, **mine}, visit)
+            mean, sizes = wire.roundtrip(sent.mean, codecs)
+            each, more = wire.roundtrip(sent.each, codecs)
+            return client, Sent(sent.weight, mean, each), sizes | more
+
+        new, sent, coded = self._each(one, capacity, round, ids, rows, own, common, self.method.plan(), None)
+        return Answer(new, sent, coded)
+
+    def evaluate(
+        self,
+        capacity: Capacity,
+        round: int,
+        ids: list[int],
+        rows: Tree,
+        shared: Tree,
+        own: Tree,
+        common: Tree,
+        part: str = "test",
+        after: bool = False,
+    ) -> dict[str, Tensor]:
+        """Per client the sums of its measures over one part of its data, and how many examples there were (`n`).
+
+        `after`: of the model it has right after a local round of its own, which leaves no trace.
+        """
+        task, shared = self.model(capacity), tree.aligned(shared)
+        plan = dict(self.method.personal_plan(task))
+        if after:
+            plan |= {TRAINING + name: amount for name, amount in self.method.plan().items()}
+
+        def one(client: Tree, mine: Tree, visit: Visit, held: Batches) -> dict[str, Tensor]:
+            down = {**shared, **mine}
+            if after:
+                streams = {k.removeprefix(TRAINING): b for k, b in visit.batches.items() if k.startswith(TRAINING)}
+                client, sent = self.method.client_update(task, client, down, replace(visit, batches=streams))
+                down = self.method.trained(down, sent, capacity)
+                visit = replace(visit, batches={k: b for k, b in visit.batches.items() if not k.startswith(TRAINING)})
+            weights = self.method.personal(task, client, down, visit)
+            total: dict[str, Tensor] = {"n": torch.zeros((), dtype=self.dtype)}
+            with torch.no_grad():
+                for batch in held:
+                    output = self.method.predict(task, weights, batch.x)
+                    for name, values in task.measures(output, batch.y).items():
+                        total[name] = total.get(name, 0.0) + (values * batch.w).sum()
+                    total["n"] = total["n"] + batch.w.sum()
+            seen = () if after else self.method.observe(client).items()
+            return total | {name: value.to(self.dtype) * total["n"] for name, value in seen}
+
+        kept = [i for i in ids if len(getattr(self.data, part)[i])]
+        if not kept:
+            return {"n": torch.zeros(len(ids), dtype=self.dtype)}
+        at = torch.tensor([ids.index(i) for i in kept])
+        result: dict[str, Tensor] = self._each(
+            one,
+            capacity,
+            round,
+            kept,
+            tree.take(rows, at),
+            tree.take(own, at),
+            common,
+            plan,
+            part,
+        )
+        where = {name: torch.zeros(len(ids), dtype=t.dtype).index_copy(0, at, t) for name, t in result.items()}
+        return where
+
+    def personal(self, capacity: Capacity, round: int, client: int, row: Tree, down: Tree, common: Tree) -> Tree:
+        """The weights one client predicts with."""
+        task = self.model(capacity)
+        visit, _, _ = self._visit(client, round, self.method.personal_plan(task), common, capacity=capacity)
+        result: Tree = tree.detach(self.method.personal(task, row, down, visit))
+        return result
+
+    # ------------------------------------------------------------------------------------------------ mapping
+
+    def _each(
+        self,
+        one: Callable[..., Any],
+        capacity: Capacity,
+        round: int,
+        ids: list[int],
+        rows: Tree,
+        own: Tree,
+        common: Tree,
+        plan: Mapping[str, Amount],
+        part: str | None,
+    ) -> Any:
+        """Run `one(client, own, visit, held-out batches)` for every client and stack what it returns."""
+        if self.mapping == "loop":
+            results = []
+            for k, i in enumerate(ids):
+                visit, held, _ = self._visit(i, round, plan, common, part, capacity)
+                try:
+                    row, mine = tree.aligned((tree.take(rows, k), tree.take(own, k)))
+                    results.append(tree.detach(one(row, mine, visit, held)))
+                except RuntimeError as e:
+                    raise RuntimeError(f"round {round}, client {i}: {e}") from e
+            return tree.stack(results)
+
+        streams = [self._streams(i, round, plan, part) for i in ids]
+        index = {name: pad([s[name] for s in streams]) for name in streams[0]}
+        keys = torch.stack([key(self.seed, "visit", round, i) for i in ids])
+        sizes = torch.tensor([len(self.data.train[i]) for i in ids], dtype=self.dtype)
+        relabel = None if self.data.relabel is None else self.data.relabel[torch.tensor(ids)]
+        t, (rows, own) = torch.tensor(round), tree.aligned((rows, own))
+
+        def mapped(client: Tree, mine: Tree, at: dict[str, Tensor], k: Tensor, n: Tensor, names: Tensor | None) -> Any:
+            batches = {s: Batches(self.data.x, self.data.y, r, k, names, mapped=True) for s, r in at.items()}
+            held = batches.pop("", None)
+            return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
+
+        dims = (0, 0, 0, 0, 0, None if relabel is None else 0)
+        return vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
+
+    def _visit(
+        self,
+        client: int,
+        round: int,
+        plan: Mapping[str, Amount],
+        common: Tree,
+        part: str | None = None,
+        capacity: Capacity = None,
+    ) -> tuple[Visit, Batches | None, Tensor]:
+        k = key(self.seed, "visit", round, client)
+        names = None if self.data.relabel is None else self.data.relabel[client]
+        batches = {
+            s: Batches(self.data.x, self.data.y, torch.from_numpy(r), k, names)
+            for s, r in self._streams(client, round, plan, part).items()
+        }
+        held = batches.pop("", None)
+        n = torch.tensor(len(self.data.train[client]), dtype=self.dtype)
+        return Visit(torch.tensor(round), k, n, self.data.clients, batches, common, capacity), held, k
+
+    def _streams(self, client: int, round: int, plan: Mapping[str, Amount], part: str | None) -> dict[str, Index]:
+        streams = draw(
+            self.data.train[client],
+            self.data.validation[client],
+            plan,
+            seed=self.seed,
+            round=round,
+            client=client,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            drop_last=bool(self.task.stats),
+        )
+        if part is not None:  # the held-out part travels as a stream without a name
+            streams[""] = rows_of(getattr(self.data, part)[client], self.evaluation_batch)
+        return streams
+
+
+def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop"]:
+    """`auto` by a fixed rule on the model and the local steps of a visit, never by timing.
+
+    Convolutions, recurrent layers and batch normalisation run one client after another; so do large models and visits
+    of many steps, where the parameters of several clients would push each other out of the cache.
+
+    Raises:
+        ConfigError: if `vmap` is asked for and some layer cannot be mapped; lists all of them.
+    """
+    faults = task.unmappable()
+    if mode == "vmap" and faults:
+        raise ConfigError(" ".join(faults))
+    if mode != "auto":
+        return "vmap" if mode == "vmap" else "loop"
+    size = sum(p.numel() for p in task.init().values())
+    convolutions = task.has(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    if faults or (convolutions and size > SMALL_MODEL):
+        return "loop"
+    return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
+
+
+def chunk_size(mapping: str, participants: int, parameters: int, chunk: int | None) -> int:
+    """Clients per chunk: from the configuration, or a rule on the round's size and the model's; never on the machine.
+
+    One after another, sixteen chunks balance clients of different sizes over the workers. Mapped, a step costs the same
+    for few clients as for many while their parameters fit in the cache, so there are few chunks, but at least two.
+    """
+    if chunk is not None:
+        return chunk
+    if mapping == "loop":
+        return max(1, -(-participants // 16))
+    chunks = max(2, -(-participants // 16))
+    return max(1, min(-(-participants // chunks), 4_000_000 // max(1, parameters)))

@@ -1,0 +1,250 @@
+"""A client that was never trained joins a finished run: it downloads once, fits at home, and sends nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedspan import tree, wire
+from fedspan.data.federated import FederatedData, Index, split
+from fedspan.errors import ConfigError, DataError, FedspanError
+from fedspan.learn.task import Task
+from fedspan.method import Capacity, ClientInfo, Method
+from fedspan.methods import Local, PflMf, name_of
+from fedspan.randomness import key
+from fedspan.simulation.engine import Engine
+from fedspan.simulation.result import Result
+from fedspan.simulation.simulator import Simulation
+from fedspan.tree import Tree
+
+Run: TypeAlias = Simulation | Result
+Array: TypeAlias = Tensor | NDArray[Any]
+Client: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""x, y, x_test, y_test of one client, labels as the client itself names them."""
+
+MOST_VISITS = 100  # a newcomer should not wait longer, and small data are learnt by then
+_RATES = (0.03, 0.1, 0.3, 1.0)  # for training alone, and for v where nothing bounds the curvature
+_COLD_STEPS = 200  # on cached features, which cost little; a run needs fewer, as its clients start from their last v
+
+
+@dataclass(frozen=True)
+class Onboarded:
+    """A newcomer's model, how it does on the newcomer's test part, and what joining took.
+
+    `visits` is how often a private part was trained at home; 0 if it was solved for, or if there is none.
+    """
+
+    name: str
+    method: str
+    round: int
+    measures: dict[str, float]
+    visits: int
+    bytes_down: int
+    seconds: float
+    v: Tensor | None
+    weights: Tree
+    task: Task
+    data: FederatedData
+
+    bytes_up: ClassVar[int] = 0  # nothing is ever sent
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy on the test part; None without one, or for regression."""
+        return self.measures.get("accuracy")
+
+    @property
+    def examples(self) -> Client:
+        """What it was trained and tested on, to give to `onboard` of another run."""
+        a, b = (torch.from_numpy(rows) for rows in (self.data.train[0], self.data.test[0]))
+        return self.data.x[a], self.data.y[a], self.data.x[b], self.data.y[b]
+
+    def model(self) -> nn.Module:
+        """The personal model as a module, ready to predict; refused where a method predicts with several models."""
+        if not self.task.whole(self.weights):
+            raise FedspanError(f"Onboard: {self.method} predicts with more than one model; there is no module of it.")
+        return self.task.module_with(self.weights)
+
+
+class Alone(NamedTuple):
+    """Training without any federation: the step size its validation part chose, the passes, and the outcome."""
+
+    lr: float
+    epochs: int
+    measures: dict[str, float]
+    seconds: float
+
+
+def hold_out(data: FederatedData, clients: Sequence[int]) -> tuple[FederatedData, list[Client]]:
+    """The federation without some clients, and those clients' own examples, to be onboarded after a run.
+
+    Nothing else changes: pool, order, names, groups, naming of classes. A held-out client's validation part is left
+    out, so that it has what a trained client would have trained on.
+    """
+    gone = set(clients)
+    if len(gone) != len(clients) or not gone < set(range(data.clients)):
+        allowed = f"different numbers in 0..{data.clients - 1}, but not all of them"
+        raise ConfigError(f"hold_out: clients must be {allowed}. Got {list(clients)}.")
+    keep = [i for i in range(data.clients) if i not in gone]
+    kept: dict[str, Any] = {k: [getattr(data, k)[i] for i in keep] for k in ("train", "test", "validation", "names")}
+    kept |= {k: None if (rows := getattr(data, k)) is None else rows[keep] for k in ("relabel", "groups")}
+
+    def part(i: int, name: str) -> tuple[Tensor, Tensor]:
+        return data.x[torch.from_numpy(getattr(data, name)[i])], data.labels(i, name)
+
+    return replace(data, **kept), [(*part(i, "train"), *part(i, "test")) for i in clients]
+
+
+def onboard(
+    run: Run, x: Array, y: Array, x_test: Array | None = None, y_test: Array | None = None, *, name: str = "new"
+) -> Onboarded:
+    """Let a client that was never trained join a run, from its own examples alone; the run is not changed.
+
+    With pFL-MF it solves for its coefficients v on the final U. Where a method keeps a private part, that is trained
+    by its own `client_update`, and what would be sent is thrown away. Other models are used as they are.
+
+    Args:
+        x: inputs prepared as those of the run (normalised); without a test part they are split 75/25.
+        y: labels as this client names them.
+
+    Raises:
+        DataError: if shapes or labels do not fit the run.
+        ConfigError: if the run's method has nothing for a client the server does not know.
+    """
+    simulation, data = _newcomer(run, x, y, x_test, y_test)
+    start, method, t = time.perf_counter(), simulation.method, simulation.record.progress.round
+    capacity, down, received = _download(simulation)
+    task = (engine := _engine(simulation, method, data)).model(capacity)
+    n, seed = simulation.data.clients, simulation.seed
+    row = method.init_client(task, ClientInfo(n, capacity, key(seed, "client", n), seed))
+    visits, v, common = 0, None, simulation.record.common
+    if isinstance(method, PflMf):
+        method, weights = _solve(simulation, data, task, row, down)
+        theta = tree.ravel(tree.select(weights, method.factorised(task)))
+        v = torch.linalg.lstsq(down["U"].double(), theta.double()[:, None], driver="gelsd").solution[:, 0].to(theta)
+    else:
+        visits = _visits(simulation) if tree.leaves(row) else 0
+        for k in range(visits):
+            answer = engine.update(capacity, t + 1 + k, [0], tree.stack([row]), down, {}, common)
+            row = tree.take(answer.rows, 0)  # what it would send is dropped here
+        weights = engine.personal(capacity, t, 0, row, down, common)
+    seconds = time.perf_counter() - start
+    found = _measure(method, task, weights, data, data.test[0])
+    return Onboarded(name, name_of(method), t, found, visits, received, seconds, v, weights, task, data)
+
+
+def train_alone(run: Run, new: Onboarded) -> Alone:
+    """The yardstick beside `onboard`: the run's model trained on the newcomer's data only.
+
+    It gets as many passes as a client of the run did on average (at most 100 visits), and the step size that does best
+    on a quarter of its training data; then it is trained on all of them.
+    """
+    simulation, data, start = _state(run), new.data, time.perf_counter()
+    epochs = _visits(simulation) * max(1, simulation.settings.epochs)
+    fit, _, held = split(data.train[0], 0, simulation.seed)
+
+    def measured(lr: float, train: Index, test: Index) -> dict[str, float]:
+        engine = replace(_engine(simulation, Local(lr=lr), replace(data, train=[train])), epochs=epochs)
+        row = engine.update(None, 1, [0], {"theta": tree.stack([engine.task.init()])}, {}, {}, {}).rows
+        return _measure(engine.method, engine.task, tree.take(row["theta"], 0), data, test)
+
+    def badness(lr: float) -> tuple[float, float]:
+        found = measured(lr, fit, held)
+        return (-found.get("accuracy", 0.0), found["loss"]) if math.isfinite(found["loss"]) else (1.0, math.inf)
+
+    lr = min(_RATES, key=badness) if len(held) else 0.1
+    return Alone(lr, epochs, measured(lr, data.train[0], data.test[0]), time.perf_counter() - start)
+
+
+def _solve(s: Simulation, data: FederatedData, task: Task, row: Tree, down: Tree) -> tuple[PflMf, Tree]:
+    """`personal` of a fresh client with its v solved for; without a bound on the curvature, at the best step."""
+    assert isinstance(s.method, PflMf)
+    t, common = s.record.progress.round, s.record.common
+
+    def use(method: PflMf, row: Tree) -> Tree:
+        return _engine(s, method, data).personal(None, t, 0, row, down, common)
+
+    if task.stats:  # a newcomer's running statistics are those of nobody: features need its own first
+        row = row | {"stats": tree.select(use(replace(s.method, refresh=False), row), task.stats)}
+    cheap = s.method.factorise == "head"
+    solver = replace(s.method, refresh=True, v_steps=max(_COLD_STEPS if cheap else 50, s.method.v_steps))
+    if cheap and task.curvature_bound() is not None:
+        # The first v belongs to the first U: on the final one its outputs can be huge and wrong, and 0 is much nearer.
+        solver, row = replace(solver, v_method="solve", lr_v=None), row | {"v": torch.zeros_like(row["v"])}
+        return solver, use(solver, row)
+    tried = [replace(solver, v_method="precondition", lr_v=rate) for rate in _RATES]
+    fits = [(m, use(m, row)) for m in tried]
+    losses = [_measure(fit[0], task, fit[1], data, data.train[0])["loss"] for fit in fits]
+    return fits[int(np.nan_to_num(losses, nan=np.inf).argmin())]
+
+
+def _state(run: Run) -> Simulation:
+    simulation = run.simulation if isinstance(run, Result) else run
+    if simulation is None:
+        raise ConfigError("Onboard: a result without its simulation has no state; use `fedspan onboard RUN`.")
+    return simulation
+
+
+def _newcomer(
+    run: Run, x: Array, y: Array, x_test: Array | None, y_test: Array | None
+) -> tuple[Simulation, FederatedData]:
+    """The run, and its newcomer as a federation of one, checked against the run."""
+    simulation = _state(run)
+    if (x_test is None) != (y_test is None):
+        raise DataError("Onboard: x_test and y_test must come together. Got only one of them.")
+    known = simulation.data
+    parts = [torch.as_tensor(a) for a in (x, y, x if x_test is None else x_test, y if y_test is None else y_test)]
+    for k, what in ((0, "training"), (2, "test")):
+        if parts[k].shape[1:] != known.x.shape[1:]:
+            want, got = tuple(known.x.shape[1:]), tuple(parts[k].shape[1:])
+            raise DataError(f"Onboard: {what} examples must have shape {want} like those of the run. Got {got}.")
+        if (known.classes is not None) == parts[k + 1].is_floating_point():
+            kind = "integers, one class per example" if known.classes is not None else "real numbers"
+            raise DataError(f"Onboard: labels must be {kind}, as in the run. Got {parts[k + 1].dtype}.")
+        if known.x.is_floating_point():
+            parts[k] = parts[k].to(simulation.dtype)
+    test = None if x_test is None else [(parts[2], parts[3])]
+    made = FederatedData.from_arrays([(parts[0], parts[1])], test=test, classes=known.classes, seed=simulation.seed)
+    return simulation, made.to(simulation.dtype)
+
+
+def _download(simulation: Simulation) -> tuple[Capacity, Tree, int]:
+    """What every client of the first capacity gets, and its bytes with the state that all hold in common."""
+    method, record, capacity = simulation.method, simulation.record, simulation.capacity[0]
+    who, t = name_of(method), record.progress.round
+    if method.needs_groups:
+        raise ConfigError(f"Onboard: {who} must be told a client's group, and a new client's is not known.")
+    down = method.download(record.server, torch.tensor([0]), capacity, t)
+    if tree.leaves(down.own):
+        raise ConfigError(f"Onboard: the server of {who} keeps a part for each client, and has none for a new one.")
+    shared, coded = wire.roundtrip(down.shared, method.codecs(t))
+    if not tree.leaves(shared):
+        raise ConfigError(f"Onboard: {who} shares nothing that a new client could start from.")
+    return capacity, shared, sum(wire.count(shared, coded).values()) + tree.nbytes(record.common)
+
+
+def _engine(s: Simulation, method: Method, data: FederatedData) -> Engine:
+    return Engine(method, s.task, data, s.seed, s.engine.batch_size, s.settings.epochs, "loop")
+
+
+def _visits(s: Simulation) -> int:
+    """How often a client of the run took part on average, within what a newcomer can wait for."""
+    return min(MOST_VISITS, max(1, round(s.record.progress.round * s.settings.participation)))
+
+
+def _measure(method: Method, task: Task, weights: Tree, data: FederatedData, rows: Index) -> dict[str, float]:
+    """Means over some rows; empty if there are none."""
+    if not len(rows):
+        return {}
+    at = torch.from_numpy(rows)
+    with torch.no_grad():
+        found = task.measures(method.predict(task, weights, data.x[at]), data.y[at])
+    return {k: float(v.mean()) for k, v in found.items()}

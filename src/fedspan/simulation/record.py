@@ -1,0 +1,238 @@
+"""Everything of a run that changes from round to round: kept in memory, saved, and found again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedspan import tree
+from fedspan.data.federated import FederatedData
+from fedspan.method import Capacity, Federation
+from fedspan.methods import name_of
+from fedspan.simulation.engine import Engine
+from fedspan.simulation.settings import Settings
+from fedspan.storage.checkpoint import Loaded, RunDirectory
+from fedspan.storage.client_store import ClientStore
+from fedspan.tree import Tree
+
+
+@dataclass
+class Progress:
+    """What has been done so far, as numbers."""
+
+    round: int = 0
+    totals: Counter[str] = field(default_factory=Counter)  # bytes by direction
+    names: Counter[str] = field(default_factory=Counter)  # bytes by direction and name
+    seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "evaluate": 0.0})
+    halvings: int = 0
+    start_norm: float = 0.0
+    last_norm: float = 0.0
+    notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
+    deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
+
+    def by_name(self) -> dict[str, dict[str, int]]:
+        """Bytes of every name, up and down."""
+        return {
+            d: {k.split("/", 1)[1]: v for k, v in sorted(self.names.items()) if k.startswith(d)} for d in ("up", "down")
+        }
+
+
+class Record:
+    """The state of a run: server, common and client state, progress and metrics; on disk if there is a directory.
+
+    Args:
+        clients: whether the clients' private states are here too; in a deployment they never are.
+
+    Attributes:
+        levels: of every client the capacities it may have in some round, what it can afford first.
+        capacities: all of them, once each.
+        news: announcements that some client may still have to hear, by number; only in a deployment.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        federation: Federation,
+        settings: Settings,
+        *,
+        config: dict[str, Any],
+        out: Path | None,
+        fresh: bool,
+        read_only: bool = False,
+        clients: bool = True,
+    ) -> None:
+        self.news: dict[str, Tree] = {}
+        self.settings, self.out, self.federation, self.read_only = settings, out, federation, read_only
+        self._level = engine.method.level
+        self.levels: list[Sequence[Capacity]] = [
+            (c,) if engine.task.kinds else engine.method.levels(i) for i, c in enumerate(federation.capacities)
+        ]
+        self.capacities: list[Capacity] = sorted({c for some in self.levels for c in some}, key=str)
+        self.messages: list[str] = []
+        self.lines: list[dict[str, Any]] = []
+        self.directory: RunDirectory | None = None
+        loaded = None
+        if out is not None:
+            identity = {"config": config, "train": settings.deciding(), "seed": engine.seed, "mapping": engine.mapping}
+            identity |= {"method": {"name": name_of(engine.method), **asdict(engine.method)}}
+            identity |= {"data.fingerprint": fingerprint(engine.data), "model.fingerprint": engine.task.fingerprint()}
+            self.directory = RunDirectory(out / "checkpoints", flat(identity), read_only=read_only)
+            try:
+                loaded = self.directory.load(fresh=fresh)
+            except BaseException:
+                self.directory.close()
+                raise
+            self.messages += self.directory.warnings
+        try:
+            self._begin(engine, loaded, clients)
+        except BaseException:
+            self.close()
+            raise
+        self.messages += self.progress.notes
+        self._saved_at = time.monotonic()
+        self._written = len(self.lines)
+
+    def _begin(self, engine: Engine, loaded: Loaded | None, clients: bool) -> None:
+        """Start from nothing, or from a checkpoint."""
+        out, read_only = self.out, self.read_only
+        kinds = self.federation.kinds
+        self.stores = {c: self._store(engine, c) for c in kinds} if clients else {}
+        if loaded is None:
+            first = engine.model(kinds[0])
+            self.server: Tree = tree.contiguous(engine.method.init_server(first, self.federation))
+            self.common: Tree = tree.contiguous(engine.method.common(first, self.federation))
+            norm = engine.method.size(self.server)
+            self.progress = Progress(start_norm=norm, last_norm=norm)
+            if out is not None and not read_only:
+                (out / "metrics.jsonl").write_text("")
+                (out / "result.json").unlink(missing_ok=True)
+        else:
+            for c, rows in zip(self.stores, loaded.rows):
+                self.stores[c].restore(rows)
+            self.server, self.common = loaded.server["server"], loaded.server["common"]
+            self.news = loaded.server.get("news", {})
+            e = dict(loaded.extra)
+            e |= {"totals": Counter(e["totals"]), "names": Counter(e["names"])}
+            self.progress = Progress(round=loaded.round, **e)
+            self.lines = self._cut_metrics(loaded.metrics_length)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether rounds of an earlier process were found."""
+        return self.directory is not None and self.progress.round > 0
+
+    def save(self, force: bool = False) -> None:
+        """Append metrics; write a checkpoint every `checkpoint_every` rounds, `checkpoint_seconds` apart at least."""
+        if self.directory is None or self.out is None or self.read_only:
+            return
+        with open(self.out / "metrics.jsonl", "a") as f:
+            f.writelines(json.dumps(line, allow_nan=False) + "\n" for line in self.lines[self._written :])
+            self._written = len(self.lines)
+            early = time.monotonic() - self._saved_at < self.settings.checkpoint_seconds
+            if not force and (early or self.progress.round % self.settings.checkpoint_every):
+                return
+            f.flush()
+            os.fsync(f.fileno())
+            length = f.tell()
+        p = dict(vars(self.progress))
+        done = p.pop("round")
+        state = {"server": self.server, "common": self.common, **({"news": self.news} if self.news else {})}
+        self.directory.save(done, state, list(self.stores.values()), p, length)
+        self._saved_at = time.monotonic()
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        if self.directory is not None:
+            self.directory.close()
+
+    def capacity(self, client: int) -> Capacity:
+        """What a client trains and predicts with at the server's present state."""
+        return self.levels[client][self._level(self.server, client)]
+
+    def row(self, client: int) -> Tree:
+        """One client's private state."""
+        return self.stores[self.federation.capacities[client]].row(client)
+
+    def take(self, ids: Sequence[int]) -> Tree:
+        """The private states of some clients, stacked in that order."""
+        groups = self._grouped(ids)
+        if len(groups) == 1:
+            return self.stores[next(iter(groups))].take(ids)
+        rows: Tree = tree.stack([self.row(i) for i in ids])
+        return rows
+
+    def put(self, ids: Sequence[int], rows: Tree) -> None:
+        """Replace their private states by the rows of a stacked tree."""
+        for c, at in self._grouped(ids).items():
+            part = rows if len(at) == len(ids) else tree.take(rows, torch.tensor(at))
+            self.stores[c].put([ids[k] for k in at], part)
+
+    def _grouped(self, ids: Sequence[int]) -> dict[Capacity, list[int]]:
+        """Places in `ids` by store: what clients can afford may differ where what they have now does not."""
+        found: dict[Capacity, list[int]] = {}
+        for k, i in enumerate(ids):
+            found.setdefault(self.federation.capacities[i], []).append(k)
+        return found
+
+    def digest(self) -> str:
+        """SHA-256 of the server's and every client's state."""
+        rows = {str(i): self.row(i) for i in range(self.federation.clients)}
+        return tree.digest({"server": self.server, "common": self.common, "clients": rows})
+
+    def _store(self, engine: Engine, capacity: Capacity) -> ClientStore:
+        members = [i for i, c in enumerate(self.federation.capacities) if c == capacity]
+        directory = None if self.directory is None or self.read_only else self.directory.path
+        return ClientStore(partial(engine.begin, capacity), members, self.settings.memory_mb << 20, directory)
+
+    def _cut_metrics(self, length: int) -> list[dict[str, Any]]:
+        """The metrics of the rounds that are in the checkpoint; later lines belong to rounds that will be repeated."""
+        assert self.out is not None
+        path = self.out / "metrics.jsonl"
+        data = path.read_bytes() if path.exists() else b""
+        lines = []
+        for line in data[:length].decode(errors="replace").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        if len(data) < length or len(lines) < self.progress.round:
+            self.messages.append(
+                f"Metrics: {path} holds {len(lines)} of {self.progress.round} rounds; the curve is incomplete."
+            )
+        if not self.read_only and len(data) != length:
+            with open(path, "r+b" if path.exists() else "wb") as f:
+                f.truncate(min(length, len(data)))
+        return lines
+
+
+def fingerprint(data: FederatedData) -> str:
+    """A short hash of who holds what: enough to tell other data from the same, cheap for large pools."""
+    h = hashlib.blake2b(digest_size=8)
+    stride = max(1, len(data.x) // 1000)
+    for t in (data.x[::stride], data.y, *([] if data.relabel is None else [data.relabel])):
+        h.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data if t.numel() else b"")
+    for part in (data.train, data.validation, data.test):
+        for rows in part:
+            h.update(len(rows).to_bytes(8, "little") + rows.tobytes())
+    return h.hexdigest()
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dict with dotted keys."""
+    out: dict[str, Any] = {}
+    for k, v in values.items():
+        if isinstance(v, dict):
+            out |= flat(v, f"{prefix}{k}.")
+        else:
+            out[prefix + k] = list(v) if isinstance(v, tuple) else v
+    return out

@@ -1,0 +1,259 @@
+"""The private state of the clients of one capacity group, in memory or on disk.
+
+A client's state is one record: the bytes of its leaves one after the other, so all records of a group have one width.
+Initial states can be computed again, so only records that were ever written are kept and saved; a checkpoint is a list
+of segments (`treefile.Segment`), later ones winning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.errors import CheckpointError, Divergence
+from fedspan.storage.tree_file import BLOCK_BYTES, Block, Places, Segment, as_bytes, describe, pread, segment_header
+from fedspan.tree import Tree
+
+# The two back ends. `at` are positions 0..n-1 in the group, not client ids.
+
+
+class _Memory:
+    """One table; `torch.empty` so that rows nobody writes are never resident (NumPy asks for huge pages)."""
+
+    def __init__(self, n: int, width: int) -> None:
+        self._table: Block = torch.empty((n, width), dtype=torch.uint8).numpy()
+
+    def read(self, at: Places) -> Block:
+        return self._table[at]
+
+    def write(self, at: Places, block: Block) -> None:
+        self._table[at] = block
+
+    def restore(self, segment: Segment, at: Places) -> None:
+        for part, block in segment.blocks():
+            self._table[at[part]] = block
+
+    def saved(self, segment: Segment, at: Places, base: bool) -> None:
+        pass
+
+
+class _Disk:
+    """Saved rows stay in their segments; rows written since are in a scratch file that has no name.
+
+    Both are read with `pread`, never mapped: what the page cache holds is not this process's memory. The scratch file
+    is emptied by every checkpoint, usually before the kernel has written any of it to the disk.
+    """
+
+    _NOWHERE, _SCRATCH = -2, -1
+
+    def __init__(self, n: int, width: int, directory: Path | None) -> None:
+        self._width = width
+        self._segments: list[Segment] = []
+        self._where = np.full(n, self._NOWHERE, np.int64)  # number of a segment, or one of the two above
+        self._place = np.zeros(n, np.int64)
+        self._used = 0  # slots of the scratch file
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        self._fd, name = tempfile.mkstemp(".tmp", "scratch-", directory)
+        os.unlink(name)  # it lives as long as it is open: a killed process leaves nothing behind
+        weakref.finalize(self, os.close, self._fd)
+
+    def read(self, at: Places) -> Block:
+        out = np.empty((len(at), self._width), np.uint8)
+        where = self._where[at]
+        for number in np.unique(where).tolist():
+            to = np.flatnonzero(where == number)
+            places = self._place[at[to]]
+            if number >= 0:
+                self._segments[number].read(places, out, to)
+            elif number == self._SCRATCH:
+                for place, k in zip(places.tolist(), to.tolist()):
+                    pread(self._fd, out[k], place * self._width, "the scratch file")
+        return out
+
+    def write(self, at: Places, block: Block) -> None:
+        new = at[self._where[at] != self._SCRATCH]
+        places = dict(zip(new.tolist(), range(self._used, self._used + len(new))))
+        for k, position in enumerate(at.tolist()):
+            place = places.get(position, int(self._place[position]))
+            done = 0
+            while done < self._width:
+                done += os.pwrite(self._fd, block[k, done:].data, place * self._width + done)
+        # Only now, so that a full disk leaves the old rows in place.
+        self._where[new], self._place[new] = self._SCRATCH, np.arange(self._used, self._used + len(new))
+        self._used += len(new)
+
+    def restore(self, segment: Segment, at: Places) -> None:
+        self._where[at], self._place[at] = len(self._segments), np.arange(len(at))
+        self._segments.append(segment)
+
+    def saved(self, segment: Segment, at: Places, base: bool) -> None:
+        if base:
+            self._segments.clear()
+        self.restore(segment, at)
+        os.ftruncate(self._fd, 0)
+        self._used = 0
+
+
+class ClientStore:
+    """The private state of every client of one capacity group.
+
+    Args:
+        init: client id → its initial state; must give the same every time.
+        clients: the ids of the group.
+        budget_bytes: up to this size the rows are kept in memory, beyond it on disk.
+        directory: where the scratch file of a store on disk goes; default: the system's temporary directory (which may
+            itself be memory: give the run directory where there is one).
+    """
+
+    def __init__(
+        self,
+        init: Callable[[int], Tree],
+        clients: Sequence[int],
+        budget_bytes: int = 2 << 30,
+        directory: Path | None = None,
+    ) -> None:
+        self.clients = [int(i) for i in clients]
+        self._position = {i: k for k, i in enumerate(self.clients)}
+        if len(self._position) != len(self.clients):
+            raise ValueError("Client store: client ids must differ; some id occurs twice.")
+        first: Tree = init(self.clients[0]) if self.clients else {}
+        self._init = init
+        self._like: Tree = tree.map(lambda a: a.detach().to("meta"), first)
+        self._described = describe(first)
+        self.structure = json.dumps(self._described)
+        self._ends = np.cumsum([0, *(a.nbytes for a in tree.leaves(self._like))]).tolist()
+        self.row_bytes: int = self._ends[-1]
+        self.on_disk = len(self.clients) * self.row_bytes > budget_bytes
+        self._directory = directory
+        self.restore([])
+
+    def restore(self, segments: Sequence[Segment]) -> None:
+        """Become what a checkpoint saved (`Loaded.rows[k]`); without segments, the initial state of every client."""
+        n = len(self.clients)
+        self._rows: _Memory | _Disk = (
+            _Disk(n, self.row_bytes, self._directory) if self.on_disk else _Memory(n, self.row_bytes)
+        )
+        self._touched, self._changed = np.zeros(n, bool), np.zeros(n, bool)
+        self._held = np.zeros(n, bool)  # rows in `_rows`: the touched ones; in memory also initial ones asked for
+        self.segments: list[Segment] = []
+        for segment in segments:
+            unknown = [i for i in segment.ids.tolist() if i not in self._position]
+            if segment.structure != self.structure or unknown:
+                what = f"client {unknown[0]} is not in this group" if unknown else "its rows have other names or shapes"
+                raise CheckpointError(f"Client store: {segment.path.name} cannot be used: {what}. Use --fresh.")
+            at = self._at(segment.ids.tolist())
+            self._rows.restore(segment, at)
+            self._touched[at] = self._held[at] = True
+            self.segments.append(segment)
+
+    def take(self, ids: Sequence[int] | Tensor) -> Tree:
+        """The states of `ids`, stacked in that order: a copy, on the CPU."""
+        return self._unpack(self._read(self._at(ids)))
+
+    def row(self, i: int) -> Tree:
+        """The state of one client."""
+        one: Tree = tree.take(self.take([i]), 0)
+        return one
+
+    def put(self, ids: Sequence[int] | Tensor, rows: Tree) -> None:
+        """Replace the states of `ids` (each once) by the rows of a stacked tree of the types and shapes `init` gave."""
+        at = self._at(ids)
+        if len(np.unique(at)) != len(at):
+            raise ValueError("Client store: put needs every client once; some id occurs twice.")
+        block = self._pack(rows, len(at))
+        if not self.row_bytes:
+            return
+        try:
+            self._rows.write(at, block)
+        except OSError as e:
+            raise CheckpointError(
+                f"Client store: the rows of {len(at)} clients could not be written to disk: {e.strerror}. "
+                "Free space, or raise the memory budget."
+            ) from e
+        self._touched[at] = self._changed[at] = self._held[at] = True
+
+    def touched_ids(self) -> list[int]:
+        """Clients whose state was ever replaced, in the order of `clients`."""
+        return [self.clients[k] for k in np.flatnonzero(self._touched)]
+
+    def changed_ids(self) -> list[int]:
+        """Clients whose state was replaced since the last checkpoint, in the order of `clients`."""
+        return [self.clients[k] for k in np.flatnonzero(self._changed)]
+
+    def segment_chunks(self, ids: Sequence[int]) -> Iterator[bytes | memoryview]:
+        """The bytes of a segment file with the rows of `ids`, a few MiB at a time.
+
+        Raises:
+            Divergence: at a row that holds NaN or infinity.
+        """
+        yield segment_header(len(ids), self.row_bytes, self.structure)
+        yield np.asarray(ids, "<i8").tobytes()
+        step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step]
+            block = self._read(self._at(part))
+            rows = self._unpack(block)
+            if not tree.all_finite(rows):
+                bad = next(i for k, i in enumerate(part) if not tree.all_finite(tree.take(rows, k)))
+                raise Divergence(f"the private state of client {bad} holds NaN or infinity")
+            yield block.data.cast("B")
+
+    def saved(self, segment: Segment, base: bool) -> None:
+        """Note that the rows of `segment` are on disk now; a base holds all touched rows, so it replaces the others."""
+        at = self._at(segment.ids.tolist())
+        self._rows.saved(segment, at, base)
+        self.segments = [segment] if base else [*self.segments, segment]
+        self._changed[at] = False
+
+    def _at(self, ids: Sequence[int] | Tensor) -> Places:
+        wanted: Sequence[int] = ids.tolist() if isinstance(ids, Tensor) else ids
+        try:
+            return np.array([self._position[int(i)] for i in wanted], np.int64)
+        except KeyError as e:
+            raise ValueError(f"Client store: client {e} is not one of the {len(self.clients)} of this group.") from None
+
+    def _read(self, at: Places) -> Block:
+        block = self._rows.read(at)
+        fresh = np.flatnonzero(~self._held[at]) if self.row_bytes else np.empty(0, np.int64)
+        for k in fresh.tolist():
+            state = self._init(self.clients[int(at[k])])
+            block[k] = self._pack(tree.map(lambda a: a[None], state), 1)[0]
+        if len(fresh) and not self.on_disk:  # there is room for all: do not compute them again
+            self._rows.write(at[fresh], block[fresh])
+            self._held[at[fresh]] = True
+        return block
+
+    def _pack(self, rows: Tree, n: int) -> Block:
+        given = describe(rows, 1)
+        if given != self._described:
+            raise ValueError(f"Client store: rows must be {self._described}, as init gave. Got {given}.")
+        block = np.empty((n, self.row_bytes), np.uint8)
+        parts: list[Tensor] = []
+        tree.map(lambda _, a: parts.append(a), self._like, rows)  # in the order of init, whatever the order of rows
+        for leaf, start, end in zip(parts, self._ends, self._ends[1:]):
+            if len(leaf) != n:
+                raise ValueError(f"Client store: {n} ids need {n} rows. Got {len(leaf)}.")
+            block[:, start:end] = as_bytes(leaf).reshape(n, end - start)
+        return block
+
+    def _unpack(self, block: Block) -> Tree:
+        spans = iter(zip(self._ends, self._ends[1:]))
+
+        def leaf(like: Tensor) -> Tensor:
+            start, end = next(spans)
+            # A copy of its own, so that it is aligned whatever came before it in the record.
+            data = torch.from_numpy(block[:, start:end].copy())
+            return data.reshape(-1).view(like.dtype).reshape(len(block), *like.shape)
+
+        out: Tree = tree.map(leaf, self._like)
+        return out

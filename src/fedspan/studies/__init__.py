@@ -1,0 +1,1 @@
+"""What is found out with runs: diagnosis, targets, the papers' tables and theory."""

@@ -1,0 +1,26 @@
+"""Published tables run again: experiment files that carry the paper's figures, their grids, and the comparison."""
+
+from fedspan.studies.papers.experiment_file import PaperExperiment, PaperRow, available, load_experiment
+from fedspan.studies.papers.paper_tables import RIGHT, TITLES, cells, describe, to_csv, to_json, to_markdown
+from fedspan.studies.papers.step_sizes import PaperJob, Result, RowOutcome, candidates, finals, reproduce_row, trials
+
+__all__ = [
+    "RIGHT",
+    "TITLES",
+    "PaperExperiment",
+    "PaperJob",
+    "PaperRow",
+    "Result",
+    "RowOutcome",
+    "available",
+    "candidates",
+    "cells",
+    "describe",
+    "finals",
+    "load_experiment",
+    "reproduce_row",
+    "to_csv",
+    "to_json",
+    "to_markdown",
+    "trials",
+]

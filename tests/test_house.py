@@ -1,0 +1,103 @@
+"""The layout of the source: imports point one way, little stands at the root, names mean one thing.
+
+A module imports from its own folder and from the rows above its own; rooms of one row do not import one another. Names
+of modules in strings (registries, `import_module`, `python -m`) count as imports, and so do imports inside functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parent.parent / "src" / "fedspan"
+ROWS = [
+    {"errors", "tree", "randomness"},
+    {"linalg", "storage"},
+    {"wire", "learn"},
+    {"layers"},
+    {"method"},
+    {"methods", "data"},
+    {"language"},
+    {"models"},
+    {"simulation"},
+    {"config"},
+    {"deploy", "report"},
+    {"studies", "testing"},
+    {"cli"},
+]
+ROW = {room: k for k, rooms in enumerate(ROWS) for room in rooms}
+MOST_FILES = 20
+LARGE = {"methods", "cli"}  # one file per paper, one per command
+FILES = sorted(p for p in SRC.rglob("*.py") if p != SRC / "__init__.py")
+IDS = [str(p.relative_to(SRC)) for p in FILES]
+
+
+def room_of(path: Path) -> str:
+    """The folder below the root, or the module at the root."""
+    here = path.relative_to(SRC)
+    return here.parts[0].removesuffix(".py")
+
+
+def imports(source: str) -> Iterator[str]:
+    """Every room that a source imports from, wherever in it that stands."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"fedspan.{a.name}" for a in node.names] if node.module == "fedspan" else [node.module or ""]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = re.findall(r"^fedspan\.[a-z_.]+(?=$|:\w+$)", node.value)
+        yield from (n.split(".")[1] for n in names if n.startswith("fedspan.") and n.split(".")[1] in ROW)
+
+
+def upward(room: str, source: str) -> set[str]:
+    """Rooms a source in `room` must not import from, and does."""
+    return {r for r in imports(source) if r != room and ROW[r] >= ROW[room] and ROW[room] > 0}
+
+
+def test_only_primitives_stand_at_the_root() -> None:
+    assert {p.stem for p in SRC.glob("*.py")} - {"testing"} == {"__init__", *ROWS[0]}
+    assert {p.name for p in SRC.iterdir() if p.is_dir() and p.name != "__pycache__"} <= ROW.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_imports_point_one_way(path: Path) -> None:
+    above = upward(room_of(path), path.read_text(encoding="utf-8"))
+    assert not above, f"{path.relative_to(SRC)} imports from {', '.join(sorted(above))}"
+
+
+def test_a_forbidden_import_is_found() -> None:
+    assert upward("learn", "def f():\n    from fedspan.methods.fedavg import FedAvg") == {"methods"}
+    assert upward("method", "TABLE = {'fedavg': 'fedspan.methods.fedavg:FedAvg'}") == {"methods"}
+    assert upward("deploy", "import fedspan.report.page") == {"report"}
+    assert upward("cli", "from fedspan.methods import make\nfrom fedspan import tree") == set()
+
+
+def test_no_public_class_has_two_meanings() -> None:
+    where = defaultdict(list)
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(str(path.relative_to(SRC)))
+    assert not {name: files for name, files in where.items() if len(files) > 1}
+
+
+def test_no_module_name_has_two_meanings() -> None:
+    where = defaultdict(list)
+    for path in FILES:
+        if path.stem != "__init__" and room_of(path) != "cli":
+            where[path.stem].append(str(path.relative_to(SRC)))
+    assert not {name: files for name, files in where.items() if len(files) > 1}
+
+
+def test_no_folder_is_crowded() -> None:
+    count: dict[str, int] = defaultdict(int)
+    for path in FILES:
+        count[str(path.parent.relative_to(SRC))] += 1
+    assert not {folder: n for folder, n in count.items() if n > MOST_FILES and folder not in LARGE}
