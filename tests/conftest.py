@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 # Before torch starts: more threads than cores would make tests ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,14 +21,21 @@ from fedspan.data.federated import FederatedData
 from fedspan.layers import plain_weights
 from fedspan.learn.task import Task
 from fedspan.method import Method
+from fedspan.method.fields import build
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params, Tree
 
 torch.set_num_threads(1)
 
+M = TypeVar("M", bound=Method)
 TOLERANCE = 1e-12
 """Two ways of computing the same thing in float64: |difference| <= TOLERANCE * max(1, largest entry)."""
+
+
+def method_of(cls: type[M], **keys: Any) -> M:
+    """A method of this class with these keys, as an experiment file writes them (`momentum`, `server_lr`, `cycle`)."""
+    return build(cls, keys, cls.__name__)
 
 
 def call(*arguments: str, code: int = 0) -> Any:

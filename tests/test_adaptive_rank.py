@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import assert_close, assert_same, call, make_data, make_task
+from conftest import assert_close, assert_same, call, make_data, make_task, method_of
 from conftest import finished as run
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
@@ -73,11 +73,11 @@ def sent(sim: Simulation, way: str = "up") -> list[int]:
 
 def test_without_a_round_to_adapt_in_it_is_fedara_bit_for_bit() -> None:
     fields = {k: v for k, v in NARROW.items() if k != "adapt_ratios"}
-    plain = run(FedAra(**fields), "cnn")
-    off = run(FedAra(adapt_energy=1.0, adapt_ratios=(0.1,), adapt_every=2, **fields), "cnn")
+    plain = run(method_of(FedAra, **fields), "cnn")
+    off = run(method_of(FedAra, adapt_energy=1.0, adapt_ratios=(0.1,), adapt_every=2, **fields), "cnn")
     assert off.record.digest() == plain.record.digest()
     assert off.result.bytes == plain.result.bytes  # type: ignore[attr-defined]
-    still = run(FedAra(adapt_energy=0.5, adapt_every=100, **NARROW), "cnn")
+    still = run(method_of(FedAra, adapt_energy=0.5, adapt_every=100, **NARROW), "cnn")
     assert levels(still) == [0] * 7
     assert_same({k: v for k, v in still.record.server.items() if k != "level"}, plain.record.server)
     assert_same(*(tree.stack([sim.record.row(i) for i in range(7)]) for sim in (still, plain)))
@@ -86,7 +86,7 @@ def test_without_a_round_to_adapt_in_it_is_fedara_bit_for_bit() -> None:
 
 def test_changes_of_rank_one_go_down_to_the_floor_and_bytes_with_them() -> None:
     """All examples of a client are one: a step of the first layer is δ xᵀ, of its factors twice that rank."""
-    sim = begun(FedAra(adapt_energy=0.99, rho=0.0, **LADDER), federation(True), 5, evaluate_every=1)
+    sim = begun(method_of(FedAra, adapt_energy=0.99, rho=0.0, **LADDER), federation(True), 5, evaluate_every=1)
     sim.run()
     assert levels(sim) == [3, 2, 3, 2]  # from dense and from 0.4, in steps of one
     seen = [line["monitor"] for line in sim.record.lines]
@@ -106,7 +106,7 @@ def test_changes_of_rank_one_go_down_to_the_floor_and_bytes_with_them() -> None:
 def test_flat_changes_stay_at_and_return_to_what_a_client_can_afford() -> None:
     """Returning needs an ω that still has what all have left out: the mean of the models has not."""
     for aggregate in ("changes", "models"):
-        method = FedAra(adapt_energy=0.9999, rho=0.0, aggregate=aggregate, **LADDER)
+        method = method_of(FedAra, adapt_energy=0.9999, rho=0.0, aggregate=aggregate, **LADDER)
         stays = begun(method, federation(False), 3)
         stays.run()
         assert levels(stays) == [0] * 4 and len(set(sent(stays))) == 1
@@ -121,19 +121,19 @@ def test_flat_changes_stay_at_and_return_to_what_a_client_can_afford() -> None:
 
 
 def test_a_client_that_does_not_move_or_answer_keeps_its_level() -> None:
-    still = begun(FedAra(adapt_energy=0.5, lr=0.0, rho=0.0, **LADDER), federation(True), 2)
+    still = begun(method_of(FedAra, adapt_energy=0.5, lr=0.0, rho=0.0, **LADDER), federation(True), 2)
     still.run()
     assert levels(still) == [0] * 4
-    few = begun(FedAra(adapt_energy=0.99, rho=0.0, **LADDER), federation(True), 1, participation=0.5)
+    few = begun(method_of(FedAra, adapt_energy=0.99, rho=0.0, **LADDER), federation(True), 1, participation=0.5)
     few.run()
     assert sorted(levels(few)) == [0, 0, 1, 1]
-    seldom = begun(FedAra(adapt_energy=0.99, adapt_every=2, rho=0.0, **LADDER), federation(True), 5)
+    seldom = begun(method_of(FedAra, adapt_energy=0.99, adapt_every=2, rho=0.0, **LADDER), federation(True), 5)
     seldom.run()
     assert levels(seldom) == [2, 2, 2, 2]
 
 
 def test_no_client_leaves_its_levels_whatever_it_sends() -> None:
-    method = FedAra(adapt_energy=0.9, **LADDER)
+    method = method_of(FedAra, adapt_energy=0.9, **LADDER)
     assert method.levels(0) == [1.0, 0.4, 0.2, 0.1] and method.levels(1) == [0.4, 0.2, 0.1]
     level = torch.tensor([0, 0, 3, 2, 1])
     said = torch.tensor([127, -128, -1, -3, 1], dtype=torch.int8)
@@ -187,7 +187,7 @@ def test_a_step_is_decided_by_the_energy_of_all_layers_together() -> None:
     assert quarter < half < 1
 
     def step(energy: float, capacity: float = 0.5, round: int = 1, **more: Any) -> int:
-        method = FedAra(ratio=(1.0, 0.5), adapt_ratios=(0.5, 0.25), adapt_energy=energy, **more)
+        method = method_of(FedAra, ratio=(1.0, 0.5), adapt_ratios=(0.5, 0.25), adapt_energy=energy, **more)
         return int(method.step(down, new, visit_at(capacity, round)))
 
     assert step(quarter - 1e-9) == -1 and step(quarter + 1e-9) == 0
@@ -206,7 +206,7 @@ def test_a_step_is_decided_by_the_energy_of_all_layers_together() -> None:
 
 def test_levels_are_the_same_resumed_and_on_two_workers(tmp_path: Path) -> None:
     """Clients that can afford different ranks come to have one: their rows are in two stores."""
-    method, data = FedAra(adapt_energy=0.9, momentum=0.5, **NARROW), make_data()
+    method, data = method_of(FedAra, adapt_energy=0.9, momentum=0.5, **NARROW), make_data()
 
     def go(rounds: int, **more: Any) -> Simulation:
         chosen = {"batch_size": 8, "dtype": "float64", "workers": 1, "participation": 0.8, "evaluate_every": 1} | more
@@ -226,7 +226,7 @@ def test_levels_are_the_same_resumed_and_on_two_workers(tmp_path: Path) -> None:
 
 
 def test_rows_of_clients_in_several_stores_are_taken_and_put_by_id() -> None:
-    record = run(FedAra(adapt_energy=0.9, **NARROW), rounds=1).record
+    record = run(method_of(FedAra, adapt_energy=0.9, **NARROW), rounds=1).record
     assert len(record.stores) == 2
     ids = [4, 1, 0, 3]
     rows = record.take(ids)
@@ -239,7 +239,7 @@ def test_flower_is_the_simulator_while_ranks_change(tmp_path: Path, monkeypatch:
     from flower_grid import assert_same_run, deployed
 
     monkeypatch.setattr("fedspan.storage.tree_file.os.fsync", lambda _: None)
-    method = FedAra(adapt_energy=0.9, momentum=0.5, **NARROW)
+    method = method_of(FedAra, adapt_energy=0.9, momentum=0.5, **NARROW)
     server, grid = deployed(method, tmp_path, rounds=5, epochs=1)
     result = server.run()
     settings = Settings(evaluate_every=100, batch_size=8, dtype="float64", workers=1, mapping="loop", epochs=1)
@@ -286,7 +286,7 @@ def test_a_node_predicts_and_exports_at_its_level(tmp_path: Path) -> None:
 
 
 def test_lower_ranks_cost_less_and_newcomers_start_at_the_first() -> None:
-    method, data = FedAra(adapt_energy=0.99, rho=0.0, **LADDER), federation(True)
+    method, data = method_of(FedAra, adapt_energy=0.99, rho=0.0, **LADDER), federation(True)
     settings = Settings(batch_size=8, epochs=1)
     costs = [measure(method, wide(), data, 0, settings, k) for k in range(4)]
     assert all(a.up > b.up for a, b in pairwise(costs)) and costs[1].flops > costs[2].flops > costs[3].flops
@@ -299,7 +299,7 @@ def test_lower_ranks_cost_less_and_newcomers_start_at_the_first() -> None:
 
 
 def test_clients_judged_after_local_training_have_their_level() -> None:
-    sim = begun(FedAra(adapt_energy=0.99, rho=0.0, **LADDER), federation(True), 3, evaluate_after=True)
+    sim = begun(method_of(FedAra, adapt_energy=0.99, rho=0.0, **LADDER), federation(True), 3, evaluate_after=True)
     result = sim.run()
     assert len(result.per_client["accuracy_after"]) == 4 and levels(sim) == [3, 2, 3, 2]
 

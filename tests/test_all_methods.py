@@ -20,7 +20,8 @@ from conftest import assert_close, assert_same, make_data, make_task
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
-from fedspan.method import ClientInfo, Federation, Method
+from fedspan.method import Abilities, ClientInfo, Federation, Method
+from fedspan.method.fields import keys_of
 from fedspan.methods import METHODS, make
 from fedspan.randomness import key
 from fedspan.simulation.engine import Answer, Engine
@@ -238,11 +239,15 @@ def state(sim: Simulation) -> Tree:
 
 def alike(method: Method, clients: int = 7) -> list[int]:
     """The clients that have the capacity of the first one: all, unless the method tells them apart."""
-    return [i for i in range(clients) if method.capacity_of(i) == method.capacity_of(0)]
+    return [
+        i for i in range(clients) if Abilities(method).ranked.capacity_of(i) == Abilities(method).ranked.capacity_of(0)
+    ]
 
 
 def federation_of(method: Method, data: FederatedData) -> Federation:
-    return Federation(data.clients, 3, tuple(method.capacity_of(i) for i in range(data.clients)), data.groups)
+    return Federation(
+        data.clients, 3, tuple(Abilities(method).ranked.capacity_of(i) for i in range(data.clients)), data.groups
+    )
 
 
 def one_round(
@@ -252,12 +257,12 @@ def one_round(
     task, data = make_task(kind), make_data(kind)
     engine = Engine(method, task, data, 3, 8, 1, mapping)  # type: ignore[arg-type]
     federation = federation_of(method, data)
-    capacity = method.capacity_of(ids[0])
+    capacity = Abilities(method).ranked.capacity_of(ids[0])
     first, task = engine.model(federation.kinds[0]), engine.model(capacity)
-    server, common = method.init_server(first, federation), method.common(first, federation)
+    server, common = method.init_server(first, federation), Abilities(method).announces.common(first, federation)
     rows = tree.stack([method.init_client(task, ClientInfo(i, capacity, key(3, "client", i), 3)) for i in ids])
     down = method.download(server, torch.tensor(ids), capacity, t)
-    shared = wire.roundtrip(down.shared, method.codecs(t))[0]
+    shared = wire.roundtrip(down.shared, Abilities(method).coded.codecs(t))[0]
     if not coded:
         raw = type("Raw", (type(method),), {"codecs": lambda self, round: {}})
         engine.method = raw(**{f.name: getattr(method, f.name) for f in dataclasses.fields(method)})
@@ -297,9 +302,9 @@ def test_client_update_is_pure(name: str, fields: dict[str, Any], kind: str) -> 
     method = make(name, **fields)
     task, data = make_task(kind), make_data(kind)
     engine = Engine(method, task, data, 3, 8, 1, "loop")
-    capacity, ids = method.capacity_of(0), alike(method)[:2]
+    capacity, ids = Abilities(method).ranked.capacity_of(0), alike(method)[:2]
     task, federation = engine.model(capacity), federation_of(method, data)
-    server, common = method.init_server(task, federation), method.common(task, federation)
+    server, common = method.init_server(task, federation), Abilities(method).announces.common(task, federation)
     rows = tree.stack([method.init_client(task, ClientInfo(i, capacity, key(3, "client", i), 3)) for i in ids])
     down = method.download(server, torch.tensor(ids), capacity, 1)
     before = tree.digest((server, common, rows, down.shared, down.own, task.init()))
@@ -319,10 +324,10 @@ def test_order_of_clients_does_not_matter_and_weights_are_those_declared(name: s
     back = torch.tensor([1, 3, 2, 0])
     assert_close((a.rows, a.sent), tree.take((b.rows, b.sent), back))
     n = [len(make_data().train[i]) for i in (p, q, r, s)]
-    if method.weight == "own":
-        assert all(0 < w <= method.weight_bound for w in a.sent.weight.tolist())
+    if Abilities(method).weight == "own":
+        assert all(0 < w <= Abilities(method).weight_bound for w in a.sent.weight.tolist())
     else:
-        assert a.sent.weight.tolist() == (n if method.weight == "samples" else [1.0] * 4)
+        assert a.sent.weight.tolist() == (n if Abilities(method).weight == "samples" else [1.0] * 4)
 
 
 @FIRST_ROWS
@@ -333,8 +338,8 @@ def test_bystanders_keep_their_state_bit_for_bit(name: str, fields: dict[str, An
     assert 0 < len(asked) < 7
     assert {i for store in sim.record.stores.values() for i in store.touched_ids()} <= set(asked)
     for i in set(range(7)) - set(asked):
-        capacity = method.capacity_of(i)
-        task = method.model(make_task(), capacity)
+        capacity = Abilities(method).ranked.capacity_of(i)
+        task = Abilities(method).model(make_task(), capacity)
         assert_same(sim.record.row(i), method.init_client(task, ClientInfo(i, capacity, key(3, "client", i), 3)))
 
 
@@ -343,8 +348,8 @@ def test_counted_bytes_are_the_bytes_of_the_payload(name: str, fields: dict[str,
     method = make(name, **fields)
     start, sim = begun(method), run(method, rounds=1, participation=1.0)
     up, expected = 0, 0
-    for capacity in {method.capacity_of(i) for i in range(7)}:
-        ids = [i for i in range(7) if method.capacity_of(i) == capacity]
+    for capacity in {Abilities(method).ranked.capacity_of(i) for i in range(7)}:
+        ids = [i for i in range(7) if Abilities(method).ranked.capacity_of(i) == capacity]
         _, answer = one_round(method, "loop", ids, coded=False)
         for k in range(len(ids)):
             sent = tree.take(answer.sent, k)
@@ -360,7 +365,7 @@ def test_counted_bytes_are_the_bytes_of_the_payload(name: str, fields: dict[str,
 
 def written(payload: Tree, method: Method) -> int:
     """Bytes of a payload on the wire, its parts encoded as the method says."""
-    codecs = method.codecs(1)
+    codecs = Abilities(method).coded.codecs(1)
     coded = {k: tree.map(codecs[k].encode, part) if k in codecs else part for k, part in payload.items()}
     return payload_bytes(wire.pack(coded))
 
@@ -390,7 +395,7 @@ def test_state_survives_save_and_load(name: str, fields: dict[str, Any], tmp_pat
 def test_zero_step_size_is_a_fixed_point(name: str, fields: dict[str, Any]) -> None:
     if name in TRUNCATING:
         pytest.skip("what is sent is an approximation")
-    known = [f.name for f in dataclasses.fields(METHODS[name])]
+    known = keys_of(METHODS[name])
     method = make(name, **{**fields, **{k: 0.0 for k in known if k == "lr" or k.startswith("lr_")}})
     before = begun(method)
     after = run(method, rounds=2, participation=1.0)

@@ -128,7 +128,7 @@ def test_float_labels_for_a_classifier_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(METHODS)[::2])
 def test_integer_labels_for_a_regression_are_numbers(name: str) -> None:
-    if METHODS[name].needs_classes:
+    if METHODS[name].about.needs_classes:
         with pytest.raises(ConfigError) as caught:
             run(name, pairs(), Task(mlp(outputs=1), "regression"))
         assert_sentence(caught.value, "must be a classifier", "regression")
@@ -139,7 +139,7 @@ def test_integer_labels_for_a_regression_are_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(METHODS)[1::2])
 def test_targets_of_a_regression(name: str) -> None:
     data = [(x, y.double()) for x, y in pairs()]
-    if not METHODS[name].needs_classes:
+    if not METHODS[name].about.needs_classes:
         assert_finite(run(name, data, mlp(outputs=1), dtype="float64"))
     data[2][1][0] = float("nan")
     with pytest.raises(DataError) as caught:

@@ -31,11 +31,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import assert_close, assert_same, make_data, make_task
+from conftest import assert_close, assert_same, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
-from fedspan.learn.batches import Batch, Batches, Epochs, Share, Validation, draw
+from fedspan.learn.batches import Batch, Batches, Epochs, Portion, Validation, draw
 from fedspan.learn.sgd import gradient, hessian_product
 from fedspan.learn.task import Task
 from fedspan.method import Round
@@ -72,10 +72,10 @@ LOOP = pytest.mark.parametrize("mapping", ["loop"])
 @pytest.mark.parametrize("private_head", [False, True])
 def test_cfl_that_never_splits_is_fedavg_with_uniform_weights(mapping: str, private_head: bool) -> None:
     common = {"private_head": private_head, **STEPS}
-    never = Cfl(eps_1=float("inf"), eps_2=float("inf"), start_round=1, **common)
-    same_models(never, FedAvg(weighting="uniform", **common), mapping=mapping)
-    sim = run(Cfl(eps_2=float("inf"), weighting="samples", **common), mapping=mapping)
-    assert_close(models(sim), models(run(FedAvg(**common), mapping=mapping)))
+    never = method_of(Cfl, eps_1=float("inf"), eps_2=float("inf"), start_round=1, **common)
+    same_models(never, method_of(FedAvg, weighting="uniform", **common), mapping=mapping)
+    sim = run(method_of(Cfl, eps_2=float("inf"), weighting="samples", **common), mapping=mapping)
+    assert_close(models(sim), models(run(method_of(FedAvg, **common), mapping=mapping)))
 
 
 @pytest.mark.parametrize(("linkage", "participation"), [("complete", 0.5), ("single", 1.0)])
@@ -158,7 +158,9 @@ def test_cfl_places_a_client_at_its_first_update_and_survives_updates_of_zero() 
 def test_per_fedavg_without_inner_step_is_fedavg(mapping: str, variant: Any) -> None:
     for options in (STEPS, {"lr": 0.01, "optimizer": "adamw", "private_head": True}):
         same_models(
-            PerFedAvg(lr_inner=0.0, variant=variant, **options), FedAvg(weighting="uniform", **options), mapping=mapping
+            method_of(PerFedAvg, lr_inner=0.0, variant=variant, **options),
+            method_of(FedAvg, weighting="uniform", **options),
+            mapping=mapping,
         )
 
 
@@ -230,8 +232,10 @@ def test_shifted_batches_go_around_and_empty_ones_stay_at_the_end() -> None:
 @LOOP
 @pytest.mark.parametrize(("adapt", "unit"), [(0, "step"), (3, "step"), (2, "epoch")])
 def test_per_fedavg_adapts_by_plain_steps_and_throws_them_away(mapping: str, adapt: int, unit: Any) -> None:
-    sim = run(PerFedAvg(lr_inner=0.2, adapt=adapt, adapt_unit=unit, **STEPS), mapping=mapping)
-    assert_same(sim.record.server, run(PerFedAvg(lr_inner=0.2, adapt=0, **STEPS), mapping=mapping).record.server)
+    sim = run(method_of(PerFedAvg, lr_inner=0.2, adapt=adapt, adapt_unit=unit, **STEPS), mapping=mapping)
+    assert_same(
+        sim.record.server, run(method_of(PerFedAvg, lr_inner=0.2, adapt=0, **STEPS), mapping=mapping).record.server
+    )
     task = make_task()
     w = sim.record.server["theta"]
     steps = {"t": Epochs(adapt)}
@@ -267,7 +271,10 @@ def test_fedfomo_without_models_is_local_on_what_is_not_held_out(mapping: str) -
         assert sorted([*p["rest"], *p["held"]]) == sorted(rows.tolist())
         assert len(p["held"]) == max(1, round(0.2 * len(rows)))
     # Batches are drawn by permuting the rows themselves, so the same rows in the same order give the same batches.
-    a, b = run(FedFomo(models=0, **STEPS), mapping=mapping), run(Local(**STEPS), less, mapping=mapping)
+    a, b = (
+        run(method_of(FedFomo, models=0, **STEPS), mapping=mapping),
+        run(method_of(Local, **STEPS), less, mapping=mapping),
+    )
     assert_close(models(a), models(b))
     assert a.record.progress.totals["down"] == 0
 
@@ -346,13 +353,13 @@ MIX = pytest.mark.parametrize("mix", ["params", "logits"])
 
 
 def fixed(alpha: float, mix: Any, **fields: Any) -> Apfl:
-    return Apfl(alpha=alpha, adaptive=False, mix=mix, **fields)
+    return method_of(Apfl, alpha=alpha, adaptive=False, mix=mix, **fields)
 
 
 @MAPPING
 @MIX
 def test_apfl_all_local_is_local(mapping: str, mix: Any) -> None:
-    sim, local = run(fixed(1.0, mix, **STEPS), mapping=mapping), run(Local(**STEPS), mapping=mapping)
+    sim, local = run(fixed(1.0, mix, **STEPS), mapping=mapping), run(method_of(Local, **STEPS), mapping=mapping)
     for i in range(7):
         assert_close(sim.record.row(i)["v"], models(local)[str(i)])
     if mix == "params":
@@ -363,7 +370,7 @@ def test_apfl_all_local_is_local(mapping: str, mix: Any) -> None:
 @MIX
 def test_apfl_all_global_is_fedavg_and_leaves_v_alone(mapping: str, mix: Any) -> None:
     steps = {"lr": 0.1, "momentum": 0.9}
-    sim, fedavg = run(fixed(0.0, mix, **steps), mapping=mapping), run(FedAvg(**steps), mapping=mapping)
+    sim, fedavg = run(fixed(0.0, mix, **steps), mapping=mapping), run(method_of(FedAvg, **steps), mapping=mapping)
     for i in range(7):
         assert_same(sim.record.row(i)["v"], make_task().init())
         assert_close(sim.personal(i)[1] if mix == "params" else sim.personal(i)[1]["w"], models(fedavg)[str(i)])
@@ -372,9 +379,9 @@ def test_apfl_all_global_is_fedavg_and_leaves_v_alone(mapping: str, mix: Any) ->
 @MIX
 @pytest.mark.parametrize("every", ["round", "step"])
 def test_apfl_global_model_does_not_depend_on_alpha(mix: Any, every: Any) -> None:
-    method = Apfl(lr=0.1, weight_decay=0.01, alpha=0.7, mix=mix, alpha_every=every)
+    method = method_of(Apfl, lr=0.1, weight_decay=0.01, alpha=0.7, mix=mix, alpha_every=every)
     sim = run(method)
-    assert_close(sim.record.server, run(FedAvg(lr=0.1, weight_decay=0.01)).record.server)
+    assert_close(sim.record.server, run(method_of(FedAvg, lr=0.1, weight_decay=0.01)).record.server)
     assert any(abs(float(sim.record.row(i)["alpha"]) - 0.7) > 1e-4 for i in range(7))
 
 
@@ -398,7 +405,7 @@ def test_apfl_alpha_takes_the_step_of_its_derivative(mapping: str, every: Any) -
 
 def test_apfl_refuses_to_move_alpha_within_a_momentum() -> None:
     with pytest.raises(ConfigError, match="alpha_every must be 'round' with momentum"):
-        Apfl(alpha_every="step", momentum=0.9)
+        method_of(Apfl, alpha_every="step", momentum=0.9)
     with pytest.raises(ConfigError, match=r"alpha must be a number in \[0, 1\]. Got 1.5"):
         Apfl(alpha=1.5)
 
@@ -409,16 +416,22 @@ def test_apfl_refuses_to_move_alpha_within_a_momentum() -> None:
 @MAPPING
 @pytest.mark.parametrize("layers", [(), ("0.",), ("2.", "4.bias")])
 def test_fedsim_with_a_plain_server_is_fedper(mapping: str, layers: tuple[str, ...]) -> None:
-    same_models(FedSim(personal_layers=layers, **STEPS), FedPer(personal_layers=layers, **STEPS), mapping=mapping)
+    same_models(
+        method_of(FedSim, personal_layers=layers, **STEPS),
+        method_of(FedPer, personal_layers=layers, **STEPS),
+        mapping=mapping,
+    )
 
 
 @MAPPING
 @pytest.mark.parametrize(("v", "u"), [(2, 1), (1, 3), (0, 2)])
 def test_fedalt_is_fedrep_with_the_same_epochs(mapping: str, v: int, u: int) -> None:
-    rep = FedRep(head_epochs=v, body_epochs=u, weighting="samples", **STEPS)
-    same_models(FedAlt(v_epochs=v, u_epochs=u, **STEPS), rep, mapping=mapping)
+    rep = method_of(FedRep, head_epochs=v, body_epochs=u, weighting="samples", **STEPS)
+    same_models(method_of(FedAlt, v_epochs=v, u_epochs=u, **STEPS), rep, mapping=mapping)
     if v == 0:
-        same_models(FedAlt(v_epochs=0, **STEPS), FedBabu(finetune_epochs=0, **STEPS), mapping=mapping)
+        same_models(
+            method_of(FedAlt, v_epochs=0, **STEPS), method_of(FedBabu, finetune_epochs=0, **STEPS), mapping=mapping
+        )
 
 
 def test_fedalt_stops_v_after_so_many_steps() -> None:
@@ -433,7 +446,7 @@ def test_fedalt_stops_v_after_so_many_steps() -> None:
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_fedsim_server_steps_are_those_of_torch(kind: Any) -> None:
     options = {"lr": 0.1, "server_optimizer": kind, "server_lr": 0.07, "server_momentum": 0.9}
-    sims = [run(FedSim(**options), rounds=r, participation=1.0) for r in range(4)]
+    sims = [run(method_of(FedSim, **options), rounds=r, participation=1.0) for r in range(4)]
     u = [tree.ravel(s.record.server["theta"]) for s in sims]
     p = u[0].clone().requires_grad_()
     made = torch.optim.SGD([p], 0.07, momentum=0.9) if kind == "sgd" else torch.optim.Adam([p], 0.07)
@@ -445,7 +458,7 @@ def test_fedsim_server_steps_are_those_of_torch(kind: Any) -> None:
                     p.grad = tree.ravel(tree.sub(server["theta"], round.mean["theta"]))
                 return super().server_update(server, round)
 
-        run(Sees(**options), rounds=r + 1, participation=1.0)
+        run(method_of(Sees, **options), rounds=r + 1, participation=1.0)
         made.step()
         assert_close(p.detach(), u[r + 1])
 
@@ -479,10 +492,12 @@ def test_stateless_fedalt_fits_v_when_it_is_used(mapping: str) -> None:
 
 @MAPPING
 def test_pfedsim_in_its_warm_up_is_fedavg(mapping: str) -> None:
-    same_models(PFedSim(warmup_rounds=9, **STEPS), FedAvg(**STEPS), mapping=mapping)
-    same_models(PFedSim(warmup_rounds=9, private_head=True, **STEPS), FedPer(**STEPS), mapping=mapping)
+    same_models(method_of(PFedSim, warmup_rounds=9, **STEPS), method_of(FedAvg, **STEPS), mapping=mapping)
+    same_models(
+        method_of(PFedSim, warmup_rounds=9, private_head=True, **STEPS), method_of(FedPer, **STEPS), mapping=mapping
+    )
     # After the last round of the warm-up everybody still has that one model, sampled or not.
-    same_models(PFedSim(warmup_rounds=3, **STEPS), FedAvg(**STEPS), mapping=mapping)
+    same_models(method_of(PFedSim, warmup_rounds=3, **STEPS), method_of(FedAvg, **STEPS), mapping=mapping)
 
 
 @LOOP
@@ -492,8 +507,8 @@ def test_pfedsim_of_clients_that_are_not_alike_is_local_after_the_warm_up(mappin
             new = super().server_update(server, round)
             return {**new, "S": torch.eye(7, dtype=torch.float64)}
 
-    sim = run(Alone(warmup_rounds=1, **STEPS), rounds=4, mapping=mapping)
-    warm = run(FedAvg(**STEPS), rounds=1, mapping=mapping).record.server["theta"]
+    sim = run(method_of(Alone, warmup_rounds=1, **STEPS), rounds=4, mapping=mapping)
+    warm = run(method_of(FedAvg, **STEPS), rounds=1, mapping=mapping).record.server["theta"]
 
     class Later(Local):
         def client_update(self, task: Task, client: Tree, down: Tree, visit: Any) -> Any:
@@ -504,7 +519,7 @@ def test_pfedsim_of_clients_that_are_not_alike_is_local_after_the_warm_up(mappin
         def init_client(self, task: Task, who: Any) -> Tree:
             return {"theta": warm}
 
-    assert_close(models(sim), models(run(Later(**STEPS), rounds=4, mapping=mapping)))
+    assert_close(models(sim), models(run(method_of(Later, **STEPS), rounds=4, mapping=mapping)))
     assert sim.record.progress.totals["announce"] == 7 * tree.nbytes(tree.select(warm, make_task().head))
     assert sim.record.progress.names["down/h"] < sim.record.progress.names["up/h"]
 
@@ -532,14 +547,18 @@ def test_pfedsim_mixing_rows_add_up_and_treat_equals_equally() -> None:
 @MAPPING
 def test_fedala_with_frozen_weights_is_fedavg_or_local(mapping: str) -> None:
     for top in (0, 2, 99):
-        same_models(FedAla(lr_a=0.0, top=top, start_passes=1, **STEPS), FedAvg(**STEPS), mapping=mapping)
+        same_models(
+            method_of(FedAla, lr_a=0.0, top=top, start_passes=1, **STEPS), method_of(FedAvg, **STEPS), mapping=mapping
+        )
 
     class Stubborn(FedAla):
         def init_client(self, task: Task, who: Any) -> Tree:
             start = super().init_client(task, who)
             return {**start, "A": tree.zeros_like(start["A"])}
 
-    same_models(Stubborn(lr_a=0.0, top=99, start_passes=1, **STEPS), Local(**STEPS), mapping=mapping)
+    same_models(
+        method_of(Stubborn, lr_a=0.0, top=99, start_passes=1, **STEPS), method_of(Local, **STEPS), mapping=mapping
+    )
 
 
 @LOOP
@@ -581,12 +600,13 @@ def test_fedala_settles_its_first_blend_and_then_takes_one_pass() -> None:
 def test_a_part_of_the_data_is_another_one_in_every_round() -> None:
     rows = np.arange(10, 30)
     some = [
-        draw(rows, rows[:0], {"p": Share(0.3)}, seed=0, round=t, client=1, batch_size=4, epochs=1)["p"] for t in (1, 2)
+        draw(rows, rows[:0], {"p": Portion(0.3)}, seed=0, round=t, client=1, batch_size=4, epochs=1)["p"]
+        for t in (1, 2)
     ]
     for s in some:
         assert s.shape == (2, 4) and len(set(s[s >= 0])) == 6 and set(s[s >= 0]) <= set(rows)
     assert set(some[0].ravel()) != set(some[1].ravel())
-    none = draw(rows[:1], rows[:0], {"p": Share(0.0)}, seed=0, round=1, client=1, batch_size=4, epochs=1)["p"]
+    none = draw(rows[:1], rows[:0], {"p": Portion(0.0)}, seed=0, round=1, client=1, batch_size=4, epochs=1)["p"]
     assert none.tolist() == [[10]]
 
 
@@ -622,7 +642,9 @@ def test_pfedme_solves_its_inner_problem_and_moves_w_towards_it(mapping: str) ->
 
 @MAPPING
 def test_l2gd_without_mean_steps_is_local_and_without_local_steps_never_trains(mapping: str) -> None:
-    same_models(L2gd(p=0.0, lr=0.1, weight_decay=0.01), Local(lr=0.1, weight_decay=0.01), mapping=mapping)
+    same_models(
+        method_of(L2gd, p=0.0, lr=0.1, weight_decay=0.01), method_of(Local, lr=0.1, weight_decay=0.01), mapping=mapping
+    )
     still = run(L2gd(p=1.0, lr=0.1), mapping=mapping)
     for theta in models(still).values():
         assert_close(theta, make_task().init(), 1e-15)
@@ -656,4 +678,4 @@ def test_l2gd_coins_fall_as_often_as_p_says_and_never_pull_beyond_the_mean() -> 
     assert float(coins.double().mean()) == pytest.approx(0.3, abs=0.03)
     assert L2gd(lam=1e9).pull == 1.0 and L2gd(lam=0.0).pull == 0.0
     with pytest.raises(ConfigError, match="L2gd: steps must be plain SGD"):
-        L2gd(momentum=0.5)
+        method_of(L2gd, momentum=0.5)

@@ -15,12 +15,12 @@ from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from torch.func import vmap
 
-from conftest import assert_same, make_data, make_task
+from conftest import assert_same, make_data, make_task, method_of
 from fedspan import randomness
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.method import Method, Sharing
-from fedspan.method.fields import build_dataclass
+from fedspan.method.fields import build
 from fedspan.methods import FedAvg, FedRep, PflMf, name_of
 from fedspan.randomness import fold, generator, key, normal, number, torch_seed, uniform
 from fedspan.simulation import evaluation
@@ -212,7 +212,7 @@ def test_every_setting_is_in_the_list() -> None:
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, (values, _) in REFUSED.items() for v in values])
 def test_bad_settings_are_refused_at_the_door_in_one_sentence(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as e:
-        build_dataclass(Settings, {name: value}, "Train")
+        build(Settings, {name: value}, "Train")
     text = str(e.value)
     assert text.startswith(f"Train: {name} must be ") and f"Got {value!r}" in text and "\n" not in text
 
@@ -234,7 +234,7 @@ def test_good_settings_at_their_limits() -> None:
     Settings(participation=1.0, batch_size="full", epochs=0, drop_rate=1.0, checkpoint_seconds=0.0, evaluate_clients=1)
     Settings(participation=1e-9, batch_size=1, chunk=1, workers=1, memory_mb=1, drop_rate=0.0)
     with pytest.raises(ConfigError, match=r"unknown key 'batchsize'. Did you mean 'batch_size'\?"):
-        build_dataclass(Settings, {"batchsize": 3}, "Train")
+        build(Settings, {"batchsize": 3}, "Train")
     free = Settings(workers=3, checkpoint_every=5, checkpoint_seconds=0.0, memory_mb=7)
     assert free.deciding() == Settings().deciding()
     assert Settings(chunk=3).deciding() != Settings().deciding() != Settings(mapping="loop").deciding()
@@ -257,7 +257,9 @@ def test_one_model_on_one_test_set_is_evaluated_once(monkeypatch: pytest.MonkeyP
             if not alike:
                 m.setattr(Simulation, "_one_for_all", lambda *_: False)
             used.clear()
-            result = Simulation(FedAvg(lr=0.1, **fields), make_task(), data, rounds=2, seed=1, settings=settings).run()
+            result = Simulation(
+                method_of(FedAvg, lr=0.1, **fields), make_task(), data, rounds=2, seed=1, settings=settings
+            ).run()
         return len(used), result.per_client
 
     once, each = evaluated(common, True), evaluated(common, False)
@@ -339,7 +341,7 @@ def test_an_empty_bernoulli_round_is_skipped_and_recorded() -> None:
     assert second["accuracy"]["mean"] == one.record.lines[0]["accuracy"]["mean"]
 
 
-@pytest.mark.parametrize("method", [FedAvg(momentum=0.5), FedRep(head_epochs=1), PflMf(rank=2)], ids=name_of)
+@pytest.mark.parametrize("method", [method_of(FedAvg, momentum=0.5), FedRep(head_epochs=1), PflMf(rank=2)], ids=name_of)
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 def test_the_same_seed_twice_gives_the_same_digest(method: Method, mapping: str) -> None:
     torch.manual_seed(1)

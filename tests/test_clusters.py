@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import assert_close, assert_same, finished, make_data, make_task
+from conftest import assert_close, assert_same, finished, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
@@ -36,7 +36,7 @@ def same(a: Any, b: Any) -> None:
 
 
 def test_ifca_with_one_cluster_is_fedavg_with_uniform_weights() -> None:
-    same(finished(Ifca(clusters=1, **STEPS)), finished(FedAvg(weighting="uniform", **STEPS)))
+    same(finished(method_of(Ifca, clusters=1, **STEPS)), finished(method_of(FedAvg, weighting="uniform", **STEPS)))
 
 
 def test_ifca_by_gradients_with_one_cluster_is_fedsgd() -> None:
@@ -50,8 +50,8 @@ def test_ifca_at_the_models_of_the_groups_is_the_oracle() -> None:
     begun = lambda base: type("Begun", (base,), {
         "init_server": lambda self, task, federation: base.init_server(self, task, federation) | {"theta": good}
     })  # fmt: skip
-    a = finished(begun(Ifca)(clusters=2, **STEPS), rounds=2)
-    same(a, finished(begun(Oracle)(weighting="uniform", **STEPS), rounds=2))
+    a = finished(method_of(begun(Ifca), clusters=2, **STEPS), rounds=2)
+    same(a, finished(method_of(begun(Oracle), weighting="uniform", **STEPS), rounds=2))
     assert tree.digest(a.record.server["theta"]) != tree.digest(good)
 
 
@@ -116,10 +116,10 @@ def test_fedcollab_with_one_coalition_is_fedavg_once_it_is_settled() -> None:
         def server_update(self, server: Tree, round: Round) -> Tree:
             return server if round.round <= 2 else super().server_update(server, round)
 
-    method = FedCollab(distance_rounds=2, distance_hidden=3, weight_of_samples=1e6, **STEPS)
+    method = method_of(FedCollab, distance_rounds=2, distance_hidden=3, weight_of_samples=1e6, **STEPS)
     sim = finished(method, rounds=4, participation=1.0)
     assert int(sim.record.server["coalition"].max()) == 0 and bool(sim.record.server["settled"])
-    same(sim, finished(Late(**STEPS), rounds=4, participation=1.0))
+    same(sim, finished(method_of(Late, **STEPS), rounds=4, participation=1.0))
     d = sim.record.server["d"]
     assert torch.equal(d, d.T) and float(d.min()) >= 0 and float(d.max()) <= 1 and not d.diagonal().any()
 
@@ -230,5 +230,5 @@ def test_prism_averages_a_triple_over_who_had_it() -> None:
 )
 def test_bad_fields_are_refused(cls: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as e:
-        cls(**fields)
+        method_of(cls, **fields)
     assert message in str(e.value) and "\n" not in str(e.value)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import assert_close, finished, make_task
+from conftest import assert_close, finished, make_task, method_of
 from fedspan import tree
 from fedspan.learn.task import Task
 from fedspan.method import ClientInfo, Federation
@@ -69,7 +69,7 @@ def test_pfedpara_without_its_second_matrix_is_fedlmt(mapping: str) -> None:
 
             return client, Sent(self.weigh(visit), mean={"theta": theta})
 
-    first = Zero(rank=2, **STEPS).model(make_task(), None).init()
+    first = method_of(Zero, rank=2, **STEPS).model(make_task(), None).init()
 
     class Same(FedLMT):
         def rank_of(self, shape: torch.Size, rho: float) -> int:
@@ -81,8 +81,8 @@ def test_pfedpara_without_its_second_matrix_is_fedlmt(mapping: str) -> None:
                 parts[f] = {k: first[k[:-1] + old] for k in parts[f]}
             return {**parts, "theta": {k: first[k] for k in parts["theta"]}}
 
-    a = finished(Zero(rank=2, **STEPS), mapping=mapping)
-    b = finished(Same(layers="all", frobenius=False, **STEPS), mapping=mapping)
+    a = finished(method_of(Zero, rank=2, **STEPS), mapping=mapping)
+    b = finished(method_of(Same, layers="all", frobenius=False, **STEPS), mapping=mapping)
     mine, other = a.record.server["theta"], b.record.server
     for k, U in other["U"].items():
         assert_close(mine[k[:-1] + "X1"], U)
@@ -97,10 +97,10 @@ def test_one_literal_step_on_u_is_the_gradient_step(mapping: str) -> None:
     fields: dict[str, Any] = {"rank": 3, "factorise": "all", "v_method": "gradient", "v_steps": 2, "start": "random"}
     fields |= {"v_prior": 0.0, "g_at": "old", "lr": 0.1, "weighting": "uniform"}
     options = {"mapping": mapping, "batch_size": "full", "rounds": 2}
-    one = finished(PflMf(u_update="train", u_steps=1, server_step="literal", **fields), **options)
-    paper = finished(PflMf(u_update="gradient", server_step="plain", **fields), **options)
+    one = finished(method_of(PflMf, u_update="train", u_steps=1, server_step="literal", **fields), **options)
+    paper = finished(method_of(PflMf, u_update="gradient", server_step="plain", **fields), **options)
     assert_close(one.record.server["U"], paper.record.server["U"])
-    start = finished(PflMf(u_update="gradient", server_step="plain", **fields), rounds=0).record.server["U"]
+    start = finished(method_of(PflMf, u_update="gradient", server_step="plain", **fields), rounds=0).record.server["U"]
     assert float((start - paper.record.server["U"]).abs().max()) > 1e-4
 
 
@@ -119,8 +119,8 @@ def test_fedara_star_is_fedara_at_half_the_rank() -> None:
 
 def test_a_line_that_does_not_hold_without_its_condition() -> None:
     """FedSim equals FedPer only while the server's step is 1; FedAvg's mean needs the same weights on both sides."""
-    assert not _alike(finished(FedSim(server_lr=0.5, **STEPS)), finished(make("fedper", **STEPS)))
-    assert not _alike(finished(FedAvg(weighting="uniform", **STEPS)), finished(FedAvg(**STEPS)))
+    assert not _alike(finished(method_of(FedSim, server_lr=0.5, **STEPS)), finished(make("fedper", **STEPS)))
+    assert not _alike(finished(method_of(FedAvg, weighting="uniform", **STEPS)), finished(method_of(FedAvg, **STEPS)))
 
 
 def _alike(a: Any, b: Any) -> bool:

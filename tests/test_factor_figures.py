@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from conftest import method_of
 from fedspan.cli.app import app
 from fedspan.data import Source
 from fedspan.errors import DataError
@@ -85,7 +86,7 @@ def test_averaging_with_oneself_changes_nothing_and_with_another_it_does(monkeyp
         return 0.5
 
     monkeypatch.setattr(factor_updates, "accuracy", remember)
-    method, a, b = FactorizedLocal(lr=0.01, momentum=0.9), made(), made(seed=1)
+    method, a, b = method_of(FactorizedLocal, lr=0.01, momentum=0.9), made(), made(seed=1)
     task = method.model(network(a), None)
     size = replace(SMALL, epochs=4)
     for both, names in (((a, a), ["conv1.u"]), ((a, a), []), ((a, b), ["conv1.u"])):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from conftest import assert_close, assert_same, make_data, make_task
+from conftest import assert_close, assert_same, make_data, make_task, method_of
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
@@ -25,7 +25,7 @@ from fedspan.layers import structured
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.linalg.similarity import cosine, leading, neighbours, softmax_weights
-from fedspan.method import ClientInfo, Federation, Method, Round
+from fedspan.method import ClientInfo, Converts, Federation, Method, Round
 from fedspan.methods import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal, Local, make
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
@@ -65,20 +65,20 @@ def moved(sim: Simulation) -> bool:
 @MAPPING
 @pytest.mark.parametrize(("cls", "kind"), [(FactorizedFL, "cnn"), (FactorizedFL, "mlp"), (FactorizedFLBeta, "mlp")])
 def test_a_client_that_matches_nobody_is_alone_bit_for_bit(cls: Any, kind: str, mapping: str) -> None:
-    a = run(cls(**ALONE, **STEPS), kind, mapping=mapping)
-    b = run(FactorizedLocal(**STEPS), kind, mapping=mapping)
+    a = run(method_of(cls, **ALONE, **STEPS), kind, mapping=mapping)
+    b = run(method_of(FactorizedLocal, **STEPS), kind, mapping=mapping)
     x, y = models(a), models(b)
     for i in x:
         assert_same(x[i], {k: y[i][k] for k in x[i]})
     assert moved(b)
-    together = models(run(cls(tau=-1.0, **STEPS), kind, mapping=mapping))
+    together = models(run(method_of(cls, tau=-1.0, **STEPS), kind, mapping=mapping))
     assert any(not torch.equal(together["0"][k], x["0"][k]) for k in x["0"])
 
 
 def test_alone_with_few_clients_a_round_if_newcomers_begin_at_the_start() -> None:
     few = {"participation": 0.4, "rounds": 4}
-    x = models(run(FactorizedFL(**ALONE, newcomer="start", **STEPS), **few))
-    y = models(run(FactorizedLocal(**STEPS), **few))
+    x = models(run(method_of(FactorizedFL, **ALONE, newcomer="start", **STEPS), **few))
+    y = models(run(method_of(FactorizedLocal, **STEPS), **few))
     for i in x:
         assert_same(x[i], {k: y[i][k] for k in x[i]})
 
@@ -87,7 +87,7 @@ def test_factorised_local_training_is_local_training_of_the_factored_module() ->
     sim = run(FactorizedLocal(lam=0.0, lr=0.2), rounds=2)
     task = FactorizedLocal().model(make_task(), None)
 
-    class Converted(Local):
+    class Converted(Local, Converts):
         def model(self, given: Task, capacity: Any) -> Task:
             return task
 
@@ -100,21 +100,23 @@ def test_factorised_local_training_is_local_training_of_the_factored_module() ->
 @pytest.mark.parametrize(("kind", "shared"), [("cnn", "u"), ("mlp", "uv"), ("mlp", "um"), ("mlp", "uvm")])
 def test_without_preferences_it_is_the_uniform_mean(kind: str, shared: Any) -> None:
     data = make_data(kind, equal=True)
-    a = run(FactorizedFL(shared=shared, **ALL, **STEPS), kind, data)
-    b = run(FactorizedFL(shared=shared, matching="none", **STEPS), kind, data)
+    a = run(method_of(FactorizedFL, shared=shared, **ALL, **STEPS), kind, data)
+    b = run(method_of(FactorizedFL, shared=shared, matching="none", **STEPS), kind, data)
     assert_close(models(a), models(b))
     assert moved(a)
     ragged = make_data(kind)
-    uniform = FactorizedFL(shared=shared, matching="none", weighting="uniform", **STEPS)
+    uniform = method_of(FactorizedFL, shared=shared, matching="none", weighting="uniform", **STEPS)
     assert_close(
-        models(run(FactorizedFL(shared=shared, **ALL, **STEPS), kind, ragged)), models(run(uniform, kind, ragged))
+        models(run(method_of(FactorizedFL, shared=shared, **ALL, **STEPS), kind, ragged)),
+        models(run(uniform, kind, ragged)),
     )
 
 
 def test_beta_with_all_matched_is_factorized_fedavg() -> None:
     data = make_data(equal=True)
     assert_close(
-        models(run(FactorizedFLBeta(**ALL, **STEPS), data=data)), models(run(FactorizedFedAvg(**STEPS), data=data))
+        models(run(method_of(FactorizedFLBeta, **ALL, **STEPS), data=data)),
+        models(run(method_of(FactorizedFedAvg, **STEPS), data=data)),
     )
 
 
@@ -163,8 +165,8 @@ def test_renaming_classes_changes_heads_only(kind: str, shared: Any) -> None:
     data = make_data(kind, opposed=False)
     fields: dict[str, Any] = {"shared": shared, "tau": 0.9, "epsilon": 5.0, **STEPS}
     for rounds in (1, 3):
-        plain = run(FactorizedFL(**fields), kind, data, rounds)
-        other = run(Renamed(**fields), kind, replace(data, relabel=PHI), rounds)
+        plain = run(method_of(FactorizedFL, **fields), kind, data, rounds)
+        other = run(method_of(Renamed, **fields), kind, replace(data, relabel=PHI), rounds)
         assert_close(plain.record.server, other.record.server)
         task = plain.engine.model(None)
         for i in range(7):
@@ -176,7 +178,7 @@ def test_renaming_classes_changes_heads_only(kind: str, shared: Any) -> None:
 def test_from_a_head_of_zeros_the_names_of_classes_make_no_difference_to_bodies(start: Any) -> None:
     data = make_data("mlp", opposed=False)
     task = Task(make_task("mlp").module, dtype=torch.float64, seed=5, zero_head=True)
-    method = FactorizedFL(mu_start=start, tau=0.9, epsilon=5.0, likeness_of="change", **STEPS)
+    method = method_of(FactorizedFL, mu_start=start, tau=0.9, epsilon=5.0, likeness_of="change", **STEPS)
     settings = Settings(participation=1.0, batch_size=8, epochs=2, workers=1, dtype="float64", evaluate_every=100)
     plain, other = (
         Simulation(method, task, d, rounds=3, seed=5, settings=settings) for d in (data, replace(data, relabel=PHI))
@@ -190,7 +192,7 @@ def test_from_a_head_of_zeros_the_names_of_classes_make_no_difference_to_bodies(
 
 
 def test_likeness_of_the_change_leaves_the_common_start_out() -> None:
-    sims = {of: run(FactorizedFL(likeness_of=of, **ALL, **STEPS), "mlp") for of in ("v", "change")}
+    sims = {of: run(method_of(FactorizedFL, likeness_of=of, **ALL, **STEPS), "mlp") for of in ("v", "change")}
     server, start = sims["change"].record.server, sims["change"].engine.model(None).init()
     z = start[sims["change"].method.likeness(sims["change"].engine.model(None))]
     assert_close({"s": server["seen"]["sigma"]}, {"s": cosine((server["z"] - z).flatten(1))})
@@ -222,8 +224,8 @@ def test_with_mu_at_w_minus_uv_it_starts_as_the_dense_network_and_has_its_gradie
 @MAPPING
 @pytest.mark.parametrize(("cls", "kind"), [(FactorizedFL, "cnn"), (FactorizedFLBeta, "mlp")])
 def test_an_endless_penalty_takes_mu_out_of_the_model(cls: Any, kind: str, mapping: str) -> None:
-    a = run(cls(lam=1e9, **STEPS), kind, mapping=mapping)
-    x, y = models(a), models(run(cls(mu=False, **STEPS), kind, mapping=mapping))
+    a = run(method_of(cls, lam=1e9, **STEPS), kind, mapping=mapping)
+    x, y = models(a), models(run(method_of(cls, mu=False, **STEPS), kind, mapping=mapping))
     for i in x:
         assert not any(p.count_nonzero() for k, p in x[i].items() if k.endswith(".mu"))
         assert_close({k: p for k, p in x[i].items() if not k.endswith(".mu")}, y[i])
@@ -238,7 +240,7 @@ def test_an_endless_penalty_takes_mu_out_of_the_model(cls: Any, kind: str, mappi
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_soft_thresholding_settles_where_the_penalised_loss_is_least(momentum: float) -> None:
     a = torch.tensor([1.0, -0.3, 0.05, -0.02], dtype=torch.float64)
-    method = FactorizedFL(lr=0.02, lam=0.1, momentum=momentum)
+    method = method_of(FactorizedFL, lr=0.02, lam=0.1, momentum=momentum)
     prox = method.shrink(["w"])
     batch = make_batches()
     found = sgd(lambda p, b: (p["w"] - a).square().sum() / 2, {"w": torch.zeros_like(a)}, [batch] * 2000,
@@ -254,7 +256,7 @@ def make_batches() -> Any:
 
 def test_a_larger_penalty_leaves_fewer_entries() -> None:
     def nonzero(**fields: Any) -> float:
-        sim = run(FactorizedFLBeta(lr=0.1, **fields), "cnn", rounds=2)
+        sim = run(method_of(FactorizedFLBeta, lr=0.1, **fields), "cnn", rounds=2)
         return sim.method.monitor(sim.record.server)["mu_nonzero"]
 
     free, some, many = nonzero(lam=0.0), nonzero(lam=0.02), nonzero(lam=0.2)
@@ -418,7 +420,7 @@ def test_the_gauge_undoes_flips_and_scales_and_leaves_the_weights(kind: str) -> 
 
 def test_without_a_gauge_flipped_clients_cancel_and_with_it_they_do_not() -> None:
     for gauge in (False, True):
-        method = FactorizedFL(gauge=gauge, **ALL)
+        method = method_of(FactorizedFL, gauge=gauge, **ALL)
         task = method.model(make_task(), None)
         start = task.init()
         flip = {k: -p if k.endswith((".u", ".v")) else p for k, p in start.items()}
@@ -454,7 +456,7 @@ def test_all_clients_start_from_the_same_factors() -> None:
 
 
 def test_averages_have_the_union_of_the_supports() -> None:
-    sim = run(FactorizedFLBeta(lam=0.03, lr=0.1, **ALL), "cnn", rounds=1)
+    sim = run(method_of(FactorizedFLBeta, lam=0.03, lr=0.1, **ALL), "cnn", rounds=1)
     down = sim.method.download(sim.record.server, torch.arange(7), None, 2).own["mu"]
     for k, sent in sim.record.server["mu"].items():
         union = (sent != 0).any(0)
@@ -487,10 +489,10 @@ def test_what_is_counted_of_mu_is_what_is_not_zero() -> None:
 
 
 def test_a_thinned_download_is_sparse() -> None:
-    plain = run(FactorizedFLBeta(lam=0.01, lr=0.1, **ALL), "cnn", rounds=1)
+    plain = run(method_of(FactorizedFLBeta, lam=0.01, lr=0.1, **ALL), "cnn", rounds=1)
     whole = plain.method.download(plain.record.server, torch.arange(7), None, 2).own
     for fields in ({"down_threshold": 0.01}, {"down_share": 0.25}):
-        method = FactorizedFLBeta(lam=0.01, lr=0.1, **ALL, **fields)  # type: ignore[arg-type]
+        method = method_of(FactorizedFLBeta, lam=0.01, lr=0.1, **ALL, **fields)  # type: ignore[arg-type]
         cut = method.download(plain.record.server, torch.arange(7), None, 2).own
         assert_same({k: cut[k] for k in ("u", "v", "b")}, {k: whole[k] for k in ("u", "v", "b")})
         for k, p in cut["mu"].items():
@@ -513,10 +515,16 @@ def test_a_thinned_download_is_sparse() -> None:
 def test_kept_momentum_is_one_long_training(mapping: str) -> None:
     fields: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "lam": 0.01}
     data = make_data()
-    kept = run(FactorizedLocal(keep_momentum=True, **fields), data=data, rounds=3, batch_size="full", mapping=mapping)
-    long = run(FactorizedLocal(**fields), data=data, rounds=1, batch_size="full", epochs=6, mapping=mapping)
+    kept = run(
+        method_of(FactorizedLocal, keep_momentum=True, **fields),
+        data=data,
+        rounds=3,
+        batch_size="full",
+        mapping=mapping,
+    )
+    long = run(method_of(FactorizedLocal, **fields), data=data, rounds=1, batch_size="full", epochs=6, mapping=mapping)
     assert_close(models(kept), models(long))
-    anew = models(run(FactorizedLocal(**fields), data=data, rounds=3, batch_size="full", mapping=mapping))
+    anew = models(run(method_of(FactorizedLocal, **fields), data=data, rounds=3, batch_size="full", mapping=mapping))
     assert float((anew["0"]["0.u"] - models(kept)["0"]["0.u"]).abs().max()) > 1e-4
 
 
@@ -598,8 +606,8 @@ def test_likeness_of_v_and_u_is_kept_over_the_rounds() -> None:
         ({"epsilon": -1.0}, "epsilon must be a finite number >= 0"),
         ({"m_min": 0}, "m_min must be an integer >= 1"),
         ({"lam": float("inf")}, "lam must be a finite number"),
-        ({"down_share": 0.0}, "down_share must be a finite number > 0"),
-        ({"down_share": 1.5}, "down_share must be at most 1. Got 1.5"),
+        ({"down_share": 0.0}, "down_share must be a number in (0, 1]. Got 0.0"),
+        ({"down_share": 1.5}, "down_share must be a number in (0, 1]. Got 1.5"),
         ({"shared": "v"}, "shared must be one of"),
         ({"layout": "any"}, "layout must be one of"),
         ({"keep_momentum": True}, "keep_momentum needs momentum > 0"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import assert_close, make_data, make_task
+from conftest import assert_close, make_data, make_task, method_of
 from conftest import finished as run
 from fedspan import tree
 from fedspan.data.federated import FederatedData
@@ -48,12 +48,12 @@ def all_of(data: FederatedData, client: int) -> Batches:
 
 @MAPPING
 def test_without_decomposition_and_anchors_it_is_fedper(mapping: str) -> None:
-    a = run(FedAra(lam=0.0, rho=0.0, **STEPS), "cnn", mapping=mapping)
-    b = run(FedPer(**STEPS), "cnn", mapping=mapping)
+    a = run(method_of(FedAra, lam=0.0, rho=0.0, **STEPS), "cnn", mapping=mapping)
+    b = run(method_of(FedPer, **STEPS), "cnn", mapping=mapping)
     assert_close(a.record.server, b.record.server)
     assert_close([a.record.row(i) for i in range(7)][3], b.record.row(3))
     assert a.result.bytes["up"] == b.result.bytes["up"]  # type: ignore[attr-defined]
-    far = run(FedAra(lam=1.0, warmup=1, **STEPS), "cnn", mapping=mapping)
+    far = run(method_of(FedAra, lam=1.0, warmup=1, **STEPS), "cnn", mapping=mapping)
     assert (
         float((far.record.server["theta"]["hidden.weight"] - a.record.server["theta"]["hidden.weight"]).norm()) > 1e-3
     )
@@ -61,10 +61,12 @@ def test_without_decomposition_and_anchors_it_is_fedper(mapping: str) -> None:
 
 def test_with_shared_heads_and_without_anchors_it_is_fedhm() -> None:
     same: dict[str, Any] = {"layers": "body", "private_head": False, "weighting": "uniform", "weight_decay": 0.05}
-    a = run(FedAra(ratio=(1.0, 0.5), rank_rule="out_channels", lam=0.0, rho=0.05, **same, **STEPS), "cnn")
-    b = run(FedHM(rho=(1.0, 2.0), **same, **STEPS), "cnn")
+    a = run(method_of(FedAra, ratio=(1.0, 0.5), rank_rule="out_channels", lam=0.0, rho=0.05, **same, **STEPS), "cnn")
+    b = run(method_of(FedHM, rho=(1.0, 2.0), **same, **STEPS), "cnn")
     assert_close(a.record.server, b.record.server)
-    whole = FedAra(ratio=(1.0, 0.5), rank_rule="out_channels", lam=0.0, rho=0.025, rho_rule="whole", **same, **STEPS)
+    whole = method_of(
+        FedAra, ratio=(1.0, 0.5), rank_rule="out_channels", lam=0.0, rho=0.025, rho_rule="whole", **same, **STEPS
+    )
     assert_close(a.record.server, run(whole, "cnn").record.server)
     assert FedAra(rho_rule="whole", rho=0.1).decays() == (0.2, 0.0)
 
@@ -98,14 +100,17 @@ def test_full_rank_without_local_steps_returns_the_extractor() -> None:
 @MAPPING
 def test_changes_leave_alone_what_small_ranks_cannot_carry(mapping: str) -> None:
     fields: dict[str, Any] = {"ratio": (1.0, 0.5), "layers": "body", "aggregate": "changes"}
-    start = run(FedAra(**fields), "cnn", rounds=0).record.server
-    still = run(FedAra(lr=0.0, **fields), "cnn", mapping=mapping).record.server
+    start = run(method_of(FedAra, **fields), "cnn", rounds=0).record.server
+    still = run(method_of(FedAra, lr=0.0, **fields), "cnn", mapping=mapping).record.server
     assert_close({k: still[k] for k in ("theta", "W")}, {k: start[k] for k in ("theta", "W")})
-    cut = run(FedAra(lr=0.0, **fields | {"aggregate": "models"}), "cnn").record.server["W"]["hidden.weight"]
+    cut = run(method_of(FedAra, lr=0.0, **fields | {"aggregate": "models"}), "cnn").record.server["W"]["hidden.weight"]
     assert float((cut - start["W"]["hidden.weight"]).norm()) > 0.1
     # Where nothing is cut the mean of the changes is the change of the mean.
     same = {"ratio": 1.0, "allow_larger": True, "layers": "body"}
-    a, b = (run(FedAra(aggregate=how, **same), "cnn", mapping=mapping).record.server for how in ("models", "changes"))
+    a, b = (
+        run(method_of(FedAra, aggregate=how, **same), "cnn", mapping=mapping).record.server
+        for how in ("models", "changes")
+    )
     assert_close({k: a[k] for k in ("theta", "W")}, {k: b[k] for k in ("theta", "W")}, 1e-11)
     dense = [run(FedAra(aggregate=how), "cnn", mapping=mapping).record.server for how in ("models", "changes")]
     assert_close(*dense)
@@ -296,7 +301,7 @@ def test_factors_larger_than_the_layer_are_refused() -> None:
         ({"lam": -1.0}, "lam must be a finite number >= 0"),
         ({"warmup": 0}, "warmup must be an integer >= 1"),
         ({"rho": float("nan")}, "rho must be a finite number >= 0"),
-        ({"layers": "some"}, "layers must be one of 'all', 'body', 'large', 'main' or a list of a text"),
+        ({"layers": "some"}, "layers must be one of 'all', 'body', 'large', 'main' or a list of strings"),
     ],
 )
 def test_bad_fields_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import assert_close, make_data, make_task
+from conftest import assert_close, make_data, make_task, method_of
 from conftest import finished as run
 from conftest import plain_model as model
 from conftest import plain_models as models
@@ -29,7 +29,7 @@ from fedspan.learn.batches import Batch
 from fedspan.learn.sgd import adamw, gradient, sgd
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Round
+from fedspan.method import Abilities, Converts, Round
 from fedspan.method.factored import factors
 from fedspan.methods import FedAvg, FedDLR, FedHM, FedLMT, make
 from fedspan.methods.fedhm import matching_rho
@@ -107,7 +107,7 @@ def test_zero_columns_change_no_trajectory(train: Any, kind: str) -> None:
 
 
 def test_decay_acts_on_the_product() -> None:
-    method = FedHM(rho=3.0, weight_decay=0.2)
+    method = method_of(FedHM, rho=3.0, weight_decay=0.2)
     task = method.model(make_task("cnn"), None)
     p = task.init()
     x, y = torch.zeros(1, 1, 6, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
@@ -121,8 +121,11 @@ def test_decay_acts_on_the_product() -> None:
         assert float(norm) == pytest.approx(float(lowrank.fold(p[f"{k}.U"], p[f"{k}.V"]).square().sum()))
     others = [k for k in g if not k.endswith((".U", ".V"))]
     assert_close({k: g[k] for k in others}, {k: 0.2 * p[k] for k in others})
-    plain = run(FedLMT(rho=3.0, weight_decay=0.2, frobenius=False))
-    assert float((model(plain)["0.weight"] - model(run(FedLMT(rho=3.0, weight_decay=0.2)))["0.weight"]).norm()) > 1e-4
+    plain = run(method_of(FedLMT, rho=3.0, weight_decay=0.2, frobenius=False))
+    assert (
+        float((model(plain)["0.weight"] - model(run(method_of(FedLMT, rho=3.0, weight_decay=0.2)))["0.weight"]).norm())
+        > 1e-4
+    )
 
 
 # ------------------------------------------------------------------------------------------------ FedHM
@@ -130,10 +133,10 @@ def test_decay_acts_on_the_product() -> None:
 
 @MAPPING
 def test_with_full_models_it_is_fedavg(mapping: str) -> None:
-    a = run(FedHM(rho=1.0, **STEPS), mapping=mapping)
-    assert_close(models(a), models(run(FedAvg(weighting="uniform", **STEPS), mapping=mapping)))
-    decayed = run(FedHM(rho=1.0, weight_decay=0.05, **STEPS), mapping=mapping)
-    assert_close(models(decayed), models(run(FedAvg(weighting="uniform", weight_decay=0.05, **STEPS))))
+    a = run(method_of(FedHM, rho=1.0, **STEPS), mapping=mapping)
+    assert_close(models(a), models(run(method_of(FedAvg, weighting="uniform", **STEPS), mapping=mapping)))
+    decayed = run(method_of(FedHM, rho=1.0, weight_decay=0.05, **STEPS), mapping=mapping)
+    assert_close(models(decayed), models(run(method_of(FedAvg, weighting="uniform", weight_decay=0.05, **STEPS))))
 
 
 @MAPPING
@@ -188,7 +191,7 @@ def test_the_last_model_is_one_more_member_where_no_full_one_answered() -> None:
 
 def test_weights_by_temperature() -> None:
     method = FedHM(rho=(1.0, 2.0), temperature=0.5, lr=0.3)
-    assert method.weight == "own"
+    assert Abilities(method).weight == "own"
     sim = run(method, rounds=1, participation=1.0)
     uniform, server = FedHM(rho=(1.0, 2.0), lr=0.3), run(method, rounds=0).record.server
     total, weight = 0.0, 0.0
@@ -243,14 +246,14 @@ def test_rho_can_match_the_parameters_of_an_adapter(rank: int, percent: float) -
 
 @MAPPING
 def test_fedlmt_is_fedavg_of_the_factorised_network(mapping: str) -> None:
-    method = FedLMT(rho=3.0, **STEPS)
+    method = method_of(FedLMT, rho=3.0, **STEPS)
     sim = run(method, mapping=mapping)
 
-    class Converted(FedAvg):
+    class Converted(FedAvg, Converts):
         def model(self, task: Task, capacity: Any) -> Task:
             return method.model(task, capacity)
 
-    assert_close(models(sim), models(run(Converted(**STEPS), mapping=mapping)))
+    assert_close(models(sim), models(run(method_of(Converted, **STEPS), mapping=mapping)))
     assert set(sim.record.server) == {"theta", "U", "V"}
 
 
@@ -262,8 +265,8 @@ def test_one_round_of_one_client_is_the_same_in_fedhm_and_fedlmt() -> None:
 
 
 def test_feddlr_with_all_energy_is_fedavg_and_with_less_cuts_both_ways() -> None:
-    whole = run(FedDLR(energy=1.0, **STEPS))
-    assert_close(models(whole), models(run(FedAvg(**STEPS))))
+    whole = run(method_of(FedDLR, energy=1.0, **STEPS))
+    assert_close(models(whole), models(run(method_of(FedAvg, **STEPS))))
     sim = run(FedDLR(energy=0.5, lr=0.0), rounds=1, participation=1.0)
     start = make_task().init()
     for k, W in sim.record.server["W"].items():

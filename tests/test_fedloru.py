@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from conftest import assert_close, assert_same, make_data, make_task
+from conftest import assert_close, assert_same, make_data, make_task, method_of
 from conftest import finished as run
 from conftest import plain_model as model
 from conftest import plain_models as models
@@ -30,7 +30,8 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Federation, Visit
+from fedspan.method import Federation
+from fedspan.method.fields import with_keys
 from fedspan.methods import FedAvg, FedLoRA, FedLoRU, MFedLoRU, PFedLoRA, PFedLoRAJoint, PFedLoRU, make
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params
@@ -65,7 +66,7 @@ def products(sim: Simulation) -> Params:
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_the_stable_rank_that_is_shown_is_that_of_the_products(rounds: int) -> None:
-    sim = run(FedLoRU(rank=2, tau=2, **STEPS), task=unbiased(), rounds=rounds)
+    sim = run(method_of(FedLoRU, rank=2, tau=2, **STEPS), task=unbiased(), rounds=rounds)
     server = sim.record.server
     pair = server["last"]["added"] if rounds == 2 else server  # in round 2 the factors went over to W and begin anew
     found = []
@@ -79,9 +80,9 @@ def test_the_stable_rank_that_is_shown_is_that_of_the_products(rounds: int) -> N
 
 @MAPPING
 def test_without_accumulation_it_is_fedlora(mapping: str) -> None:
-    one = run(FedLoRA(rank=2, **STEPS), mapping=mapping)
+    one = run(method_of(FedLoRA, rank=2, **STEPS), mapping=mapping)
     for tau in (None, 4):
-        other = run(FedLoRU(rank=2, tau=tau, **STEPS), mapping=mapping)
+        other = run(method_of(FedLoRU, rank=2, tau=tau, **STEPS), mapping=mapping)
         assert_close(models(one), models(other))
     assert moved(one) > 1e-3
     assert_close(one.record.common["W"], {k: one.task.init()[k] for k in one.record.common["W"]})
@@ -91,7 +92,7 @@ def test_without_accumulation_it_is_fedlora(mapping: str) -> None:
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_with_a_frozen_identity_it_is_fedavg(tau: int | None, alpha: float) -> None:
     fields: dict[str, Any] = {"start": "identity", "freeze_A": True, "reinit": "momentum_A", "layers": "all"}
-    a = run(FedLoRU(rank=7, lr=0.2, alpha=alpha, tau=tau, **fields), task=unbiased(), rounds=4)
+    a = run(method_of(FedLoRU, rank=7, lr=0.2, alpha=alpha, tau=tau, **fields), task=unbiased(), rounds=4)
     b = run(FedAvg(lr=0.2 * alpha**2), task=unbiased(), rounds=4)
     assert_close(models(a), models(b))
     assert moved(a) > 1e-2
@@ -99,16 +100,16 @@ def test_with_a_frozen_identity_it_is_fedavg(tau: int | None, alpha: float) -> N
 
 def test_with_a_frozen_identity_and_dense_biases_it_is_fedavg_with_momentum_too() -> None:
     fields: dict[str, Any] = {"start": "identity", "freeze_A": True, "alpha": 1.0, "tau": 2, "layers": "body"}
-    assert_close(models(run(FedLoRU(rank=8, **fields, **STEPS))), models(run(FedAvg(**STEPS))))
+    assert_close(models(run(method_of(FedLoRU, rank=8, **fields, **STEPS))), models(run(method_of(FedAvg, **STEPS))))
     # α = a/r is the same as writing that number.
-    scaled = run(FedLoRU(rank=8, **{**fields, "alpha": 8.0, "alpha_over_r": True}, **STEPS))
-    assert_close(models(scaled), models(run(FedAvg(**STEPS))))
+    scaled = run(method_of(FedLoRU, rank=8, **{**fields, "alpha": 8.0, "alpha_over_r": True}, **STEPS))
+    assert_close(models(scaled), models(run(method_of(FedAvg, **STEPS))))
 
 
 @pytest.mark.parametrize("reinit", ["random", "momentum_A", "momentum"])
 def test_with_one_client_it_is_relora(reinit: Any) -> None:
     data, rounds, tau, alpha = make_data(clients=1), 4, 2, 0.7
-    method = FedLoRU(rank=2, tau=tau, alpha=alpha, reinit=reinit, layers="all", lr=0.1, momentum=0.9)
+    method = method_of(FedLoRU, rank=2, tau=tau, alpha=alpha, reinit=reinit, layers="all", lr=0.1, momentum=0.9)
     once: dict[str, Any] = {"epochs": 3, "batch_size": "full", "participation": 1.0}
     sim = run(method, rounds=rounds, data=data, task=unbiased(), **once)
     task = unbiased()
@@ -143,8 +144,8 @@ def test_with_one_client_it_is_relora(reinit: Any) -> None:
 @REINIT
 def test_accumulation_leaves_the_function_as_it_was(adapter: Any, reinit: Any) -> None:
     fields: dict[str, Any] = {"rank": 2, "adapter": adapter, "alpha": 0.8, **STEPS}
-    before = run(FedLoRA(**fields), "cnn", rounds=2)
-    after = run(FedLoRU(tau=2, reinit=reinit, **fields), "cnn", rounds=2)
+    before = run(method_of(FedLoRA, **fields), "cnn", rounds=2)
+    after = run(method_of(FedLoRU, tau=2, reinit=reinit, **fields), "cnn", rounds=2)
     x = torch.randn(5, 1, 6, 6, dtype=torch.float64)
     outputs = [task.predict(weights, x) for task, weights in (before.personal(1), after.personal(1))]
     assert_close({"y": outputs[0]}, {"y": outputs[1]})
@@ -157,8 +158,8 @@ def test_accumulation_leaves_the_function_as_it_was(adapter: Any, reinit: Any) -
 
 
 def test_keeping_both_factors_counts_their_product_twice() -> None:
-    before = run(FedLoRA(rank=2, alpha=0.8, **STEPS), rounds=2)
-    after = run(FedLoRU(rank=2, alpha=0.8, tau=2, reinit="momentum", **STEPS), rounds=2)
+    before = run(method_of(FedLoRA, rank=2, alpha=0.8, **STEPS), rounds=2)
+    after = run(method_of(FedLoRU, rank=2, alpha=0.8, tau=2, reinit="momentum", **STEPS), rounds=2)
     start = before.task.init()
     for k in after.record.common["W"]:
         once, twice = model(before)[k] - start[k], model(after)[k] - start[k]
@@ -170,7 +171,7 @@ def test_each_accumulation_adds_r_to_the_rank() -> None:
     def ranks(sim: Simulation, change: Params) -> set[int]:
         return {int(torch.linalg.matrix_rank(d, rtol=1e-9)) for d in change.values()}
 
-    method = FedLoRU(rank=1, tau=2, layers="body", **STEPS)
+    method = method_of(FedLoRU, rank=1, tau=2, layers="body", **STEPS)
     sim = run(method, rounds=6)
     assert ranks(sim, products(sim)) == {3}
     sim = run(method, rounds=7)  # the pair that is not accumulated yet counts as well
@@ -207,7 +208,7 @@ def test_with_a_frozen_A_the_mean_of_factors_is_the_mean_of_models(frozen: bool)
 
 @MAPPING
 def test_a_frozen_A_runs_alike_in_every_way_and_is_never_sent(mapping: str) -> None:
-    method = FedLoRU(rank=2, tau=2, freeze_A=True, layers="large", private_head=True, momentum=0.5)
+    method = method_of(FedLoRU, rank=2, tau=2, freeze_A=True, layers="large", private_head=True, momentum=0.5)
     a, b = (run(method, rounds=5, mapping=mapping, chunk=2, workers=w) for w in (1, 2))
     assert a.record.digest() == b.record.digest()
     assert_close(models(a), models(run(method, rounds=5, mapping="loop")))
@@ -235,7 +236,7 @@ def test_a_round_nobody_answers_accumulates_nothing() -> None:
 
 
 def test_running_statistics_are_averaged_and_the_model_is_whole() -> None:
-    sim = run(FedLoRU(rank=2, tau=2, server_optimizer="adam", server_lr=0.05), "batchnorm", rounds=3)
+    sim = run(method_of(FedLoRU, rank=2, tau=2, server_optimizer="adam", server_lr=0.05), "batchnorm", rounds=3)
     theta = sim.record.server["theta"]
     assert {k for k in theta if "running" in k} == {"norm.running_mean", "norm.running_var"}
     assert bool((theta["norm.running_var"] > 0).all()) and not torch.equal(
@@ -254,10 +255,16 @@ def test_running_statistics_are_averaged_and_the_model_is_whole() -> None:
 
 @pytest.mark.parametrize("rule", ["adam", "adagrad"])
 def test_the_servers_step_is_fedadam_or_fedadagrad(rule: Any) -> None:
-    method = FedLoRU(
-        rank=2, server_optimizer=rule, server_lr=0.05, server_momentum=0.8, server_beta2=0.7, server_epsilon=0.01
+    method = method_of(
+        FedLoRU,
+        rank=2,
+        server_optimizer=rule,
+        server_lr=0.05,
+        server_momentum=0.8,
+        server_beta2=0.7,
+        server_epsilon=0.01,
     )
-    one = run(replace(method, server_optimizer="none"), rounds=1)
+    one = run(with_keys(method, server_optimizer="none"), rounds=1)
     sim = run(method, rounds=1)
     start = run(method, rounds=0).record.server
     for f in ("theta", "A", "B"):
@@ -268,7 +275,7 @@ def test_the_servers_step_is_fedadam_or_fedadagrad(rule: Any) -> None:
 
 
 def test_moments_of_factors_end_with_an_accumulation() -> None:
-    sim = run(FedLoRU(rank=2, tau=2, server_optimizer="adam", server_lr=0.05), rounds=2)
+    sim = run(method_of(FedLoRU, rank=2, tau=2, server_optimizer="adam", server_lr=0.05), rounds=2)
     for moment in ("m", "s"):
         state = sim.record.server["optimizer"][moment]
         assert not any(p.count_nonzero() for f in "AB" for p in state[f].values())
@@ -276,17 +283,16 @@ def test_moments_of_factors_end_with_an_accumulation() -> None:
 
 
 def test_the_step_size_falls_along_a_cosine_and_starts_anew() -> None:
-    method = FedLoRU(lr=0.3, lr_min=0.1, cycle=4)
+    method = method_of(FedLoRU, lr=0.3, lr_min=0.1, cycle=4)
 
     def rate(t: int) -> float:
-        zero = torch.zeros(())
-        return method.rate(Visit(torch.tensor(t), zero, zero, 1, {}))
+        return method.schedule.rate(method.lr, t)
 
     expected = [0.1 + 0.1 * (1 + math.cos(math.pi * j / 4)) for j in range(4)]
     assert [rate(t) for t in range(1, 9)] == pytest.approx(expected * 2)
     one = run(FedLoRA(rank=2, lr=0.3), rounds=2)
-    assert_close(models(one), models(run(FedLoRA(rank=2, lr=0.3, lr_min=0.1, cycle=1), rounds=2)))
-    fallen = run(FedLoRA(rank=2, lr=0.3, lr_min=0.1, cycle=2), rounds=2)
+    assert_close(models(one), models(run(method_of(FedLoRA, rank=2, lr=0.3, lr_min=0.1, cycle=1), rounds=2)))
+    fallen = run(method_of(FedLoRA, rank=2, lr=0.3, lr_min=0.1, cycle=2), rounds=2)
     assert not torch.equal(model(one)["0.weight"], model(fallen)["0.weight"])
 
 
@@ -296,20 +302,20 @@ def test_the_step_size_falls_along_a_cosine_and_starts_anew() -> None:
 @MAPPING
 def test_pfedloru_without_personal_epochs_is_fedloru(mapping: str) -> None:
     fields: dict[str, Any] = {"rank": 2, "tau": 2, **STEPS}
-    a = run(PFedLoRU(personal_epochs=0, global_epochs=2, **fields), mapping=mapping)
+    a = run(method_of(PFedLoRU, personal_epochs=0, global_epochs=2, **fields), mapping=mapping)
     start = a.engine.model(None).init()
     # The two draw A in another order, as one also draws L; from the same A they are the same.
     assert all(not p.count_nonzero() for k, p in a.record.row(0)["h"].items() if k.endswith("U"))
     begun = type("Begun", (FedLoRU,), {"init_server": lambda s, t, f: FedLoRU.init_server(s, t, f) | {"A": old}})
     old = {k: p for k, p in start.items() if k.endswith(".A")}
-    b = run(begun(**fields), mapping=mapping)
+    b = run(method_of(begun, **fields), mapping=mapping)
     assert_close(a.record.server, b.record.server)
     assert_close(models(a), models(b))
     assert moved(a) > 1e-2
 
 
 def test_pfedloru_without_global_epochs_shares_nothing_new() -> None:
-    method = PFedLoRU(rank=2, tau=2, global_epochs=0, reinit="momentum", **STEPS)
+    method = method_of(PFedLoRU, rank=2, tau=2, global_epochs=0, reinit="momentum", **STEPS)
     start, sim = run(method, rounds=0), run(method, rounds=3, participation=1.0)
     for f in ("theta", "A", "B"):
         assert_close(start.record.server[f], sim.record.server[f])
@@ -377,12 +383,12 @@ def test_own_ranks_differ_by_client_also_with_nested_factors() -> None:
 def test_mfedloru_with_inner_identities_is_fedloru(mapping: str, momentum: float) -> None:
     fields: dict[str, Any] = {"rank": 3, "tau": 2, "lr": 0.1, "momentum": momentum}
     inner = {"alpha_inner": 1.0, "inner_start": "identity", "inner_frozen": True, "opt_out": False}
-    a = run(MFedLoRU(ranks=(3,), **inner, **fields), mapping=mapping)  # type: ignore[arg-type]
-    b = run(FedLoRU(**fields), mapping=mapping)
+    a = run(method_of(MFedLoRU, ranks=(3,), **inner, **fields), mapping=mapping)  # type: ignore[arg-type]
+    b = run(method_of(FedLoRU, **fields), mapping=mapping)
     assert_close(models(a), models(b))
     assert_close(a.record.server, b.record.server)
     assert set(a.result.bytes["names"]["up"]) == {"theta", "A_d", "A_u", "B_d", "B_u"}  # type: ignore[attr-defined]
-    out = run(MFedLoRU(ranks=(3,), **fields), mapping=mapping)
+    out = run(method_of(MFedLoRU, ranks=(3,), **fields), mapping=mapping)
     assert_same(out.record.server, b.record.server)  # a client of rank r opts out
     assert moved(b) > 1e-2
 
@@ -436,11 +442,11 @@ def test_the_server_averages_what_inner_factors_make() -> None:
 
 @MAPPING
 def test_pfedlora_without_its_pair_is_fedavg(mapping: str) -> None:
-    fedavg = models(run(FedAvg(**STEPS), mapping=mapping))
-    assert_close(models(run(PFedLoRAJoint(alpha=0.0, **STEPS), mapping=mapping)), fedavg)
-    phases = PFedLoRA(personal_epochs=0, global_epochs=2, **STEPS)
+    fedavg = models(run(method_of(FedAvg, **STEPS), mapping=mapping))
+    assert_close(models(run(method_of(PFedLoRAJoint, alpha=0.0, **STEPS), mapping=mapping)), fedavg)
+    phases = method_of(PFedLoRA, personal_epochs=0, global_epochs=2, **STEPS)
     assert_close(models(run(phases, mapping=mapping)), fedavg)
-    own = models(run(PFedLoRA(**STEPS), mapping=mapping))
+    own = models(run(method_of(PFedLoRA, **STEPS), mapping=mapping))
     assert float((own["0"]["0.weight"] - own["1"]["0.weight"]).abs().max()) > 1e-3
 
 

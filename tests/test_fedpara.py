@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import assert_close, assert_same, make_data, make_task
+from conftest import assert_close, assert_same, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.layers import Plain, Structured, choose, convert, structured
 from fedspan.learn.task import Task
-from fedspan.method import Method, Sent, Visit
+from fedspan.method import Converts, Method, Sent, Visit
 from fedspan.methods import FedAvg, FedPara, PFedPara, make
 from fedspan.methods.fedpara import factors
 from fedspan.models import build
@@ -50,7 +50,7 @@ class Low(Structured):
         return self.X1 @ self.Y1.T
 
 
-class LowRankFedAvg(FedAvg):
+class LowRankFedAvg(FedAvg, Converts):
     """FedAvg of the factors X₁ and Y₁, from where FedPara's start."""
 
     like: FedPara = FedPara(rank=2)
@@ -99,8 +99,8 @@ class Zeros(Frozen, PFedPara):
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 @pytest.mark.parametrize(("cls", "low"), [(Ones, LowRankFedAvg), (Zeros, LowRankFedAvgPlus)])
 def test_with_a_constant_second_matrix_it_is_plain_low_rank_fedavg(cls: Any, low: Any, mapping: str) -> None:
-    a = run(cls(rank=2, **STEPS), mapping=mapping)
-    b = run(low(**STEPS), mapping=mapping)
+    a = run(method_of(cls, rank=2, **STEPS), mapping=mapping)
+    b = run(method_of(low, **STEPS), mapping=mapping)
     mine = a.record.server["theta"]
     assert_close({k: mine[k] for k in b.record.server["theta"]}, b.record.server["theta"])
     start = b.engine.model(None).init()
@@ -109,23 +109,25 @@ def test_with_a_constant_second_matrix_it_is_plain_low_rank_fedavg(cls: Any, low
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_fedpara_is_fedavg_of_the_converted_model(kind: str) -> None:
-    class Converted(FedAvg):
+    class Converted(FedAvg, Converts):
         def model(self, task: Task, capacity: Any) -> Task:
             return FedPara().model(task, capacity)
 
-    assert_close(run(FedPara(**STEPS), kind).record.server, run(Converted(**STEPS), kind).record.server)
+    assert_close(
+        run(method_of(FedPara, **STEPS), kind).record.server, run(method_of(Converted, **STEPS), kind).record.server
+    )
 
 
 def test_pfedpara_keeps_its_second_factors_and_sends_the_first() -> None:
-    sim = run(PFedPara(**STEPS), "cnn", participation=1.0)
+    sim = run(method_of(PFedPara, **STEPS), "cnn", participation=1.0)
     task = sim.engine.model(None)
     shared, kept = sim.record.server["theta"], sim.record.row(0)["h"]
     assert {k[-2:] for k in kept} == {"X2", "Y2", "T2"}
     assert not set(shared) & set(kept) and set(shared) | set(kept) == set(task.names)
     assert not torch.equal(kept["hidden.X2"], sim.record.row(1)["h"]["hidden.X2"])
     assert_same(run(PFedPara(), "cnn", rounds=0).record.row(0), run(PFedPara(), "cnn", rounds=0).record.row(1))
-    whole = run(FedPara(**STEPS), "cnn", rounds=1, participation=1.0).record.progress.totals["up"]
-    half = run(PFedPara(**STEPS), "cnn", rounds=1, participation=1.0).record.progress.totals["up"]
+    whole = run(method_of(FedPara, **STEPS), "cnn", rounds=1, participation=1.0).record.progress.totals["up"]
+    half = run(method_of(PFedPara, **STEPS), "cnn", rounds=1, participation=1.0).record.progress.totals["up"]
     plain = sum(p.numel() for k, p in shared.items() if k[-2:] not in ("X1", "Y1", "T1")) * 8 * 7
     assert 2 * (half - plain) == whole - plain
     assert set(PFedPara(private_head=True).private(task)) == set(kept) | set(task.head)
@@ -168,8 +170,8 @@ def test_only_layers_that_shrink_if_wanted() -> None:
     ("fields", "message"),
     [
         ({"rank": 0}, "rank must be an integer >= 1"),
-        ({"gamma": 1.5}, "gamma must be at most 1. Got 1.5"),
-        ({"ratio": -0.1}, "ratio must be a finite number >= 0"),
+        ({"gamma": 1.5}, "gamma must be a number in [0, 1]. Got 1.5"),
+        ({"ratio": -0.1}, "ratio must be a number in [0, 1]"),
         ({"init": "zeros"}, "init must be one of"),
         ({"layers": "head"}, "layers must be"),
     ],

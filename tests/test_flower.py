@@ -29,7 +29,7 @@ from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.admission import Declared, admit, too_large
 from fedspan.deploy.server.server import Server
 from fedspan.errors import CheckpointError, ConfigError, Refused
-from fedspan.method import model_at
+from fedspan.method import Abilities
 from fedspan.methods import FedAvg, FedLoRU, FedRep, make
 from fedspan.tree import Outer
 from flower_grid import FIRST_NODE, FakeGrid, deployed, deployed_on, experiment_of, held_by
@@ -249,7 +249,7 @@ def test_the_gate_reads_nothing_that_is_too_long() -> None:
             {"weight": 1},
             b"\0" * 10_000,
             who="client x",
-            method=FedAvg(),
+            able=Abilities(FedAvg()),
             declared=declared,
             codecs={},
             examples=1,
@@ -400,7 +400,7 @@ def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path, client: 
     made = service.node(text)
     method, task = made.experiment.method, made.experiment.task
     capacity = made.experiment.capacity(client)
-    task = model_at(method, task, capacity)
+    task = Abilities(method).model(task, capacity)
     server = method.init_server(task, made.experiment.federation(2))
     down = wire.pack({"down": dict(method.download(server, torch.tensor([client]), capacity, 1).shared), "news": {}})
     asked = {"do": "hello", "round": 1, "client": client, "clients": 2, "lineage": "ab12", "coded": {}, "told": 0}

@@ -27,7 +27,7 @@ def family() -> Task:
     return Task.family({"a": net(9), "b": net(4)}, ("a", "b", "a"))
 
 
-ABLE = sorted(k for k, c in METHODS.items() if c.any_model)
+ABLE = sorted(k for k, c in METHODS.items() if c.about.any_model)
 
 
 def test_who_may() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conftest import assert_close, call, failing
+from conftest import assert_close, call, failing, method_of
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError, DataError
@@ -294,9 +294,9 @@ def test_records_are_divided_by_length_by_label_or_by_client(tmp_path: Path, pat
 # ------------------------------------------------------------------------------------------------ training
 
 METHODS = [
-    FedLoRA(rank=2, lr=0.02, optimizer="adamw"),
-    FedLoRU(rank=2, tau=2, lr=0.02, optimizer="adamw"),
-    PFedLoRU(rank=2, tau=2, own_ranks=(1,), lr=0.02, optimizer="adamw"),
+    method_of(FedLoRA, rank=2, lr=0.02, optimizer="adamw"),
+    method_of(FedLoRU, rank=2, tau=2, lr=0.02, optimizer="adamw"),
+    method_of(PFedLoRU, rank=2, tau=2, own_ranks=(1,), lr=0.02, optimizer="adamw"),
 ]
 
 
@@ -347,7 +347,7 @@ def test_whole_weights_are_exported_by_their_difference(data: FederatedData, tmp
 
 
 def test_other_adapters_are_exported_by_their_product(data: FederatedData, tmp_path: Path) -> None:
-    sim = run(FedLoRA(rank=2, adapter="loha", lr=0.02, optimizer="adamw"), data, rounds=1)
+    sim = run(method_of(FedLoRA, rank=2, adapter="loha", lr=0.02, optimizer="adamw"), data, rounds=1)
     save_adapter(*sim.personal(0), tmp_path / "adapter")
     save_merged(sim.task, sim.task.init(), tmp_path / "base")
     lm = peft.PeftModel.from_pretrained(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from conftest import assert_close, assert_same, make_data, make_task
+from conftest import assert_close, assert_same, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.learn.task import Task
@@ -87,7 +87,7 @@ def pooled_loss(task: Task, theta: dict[str, Tensor], data: FederatedData, clien
 
 @MAPPING
 def test_fedprox_without_its_term_is_fedavg(mapping: str) -> None:
-    same_models(FedProx(mu=0.0, **STEPS), FedAvg(**STEPS), mapping=mapping)
+    same_models(method_of(FedProx, mu=0.0, **STEPS), method_of(FedAvg, **STEPS), mapping=mapping)
 
 
 @MAPPING
@@ -112,7 +112,7 @@ def test_the_first_proximal_step_is_fedavgs() -> None:
 
 @MAPPING
 def test_fedavg_with_one_client_is_local(mapping: str) -> None:
-    same_models(FedAvg(**STEPS), Local(**STEPS), make_data(clients=1), mapping=mapping)
+    same_models(method_of(FedAvg, **STEPS), method_of(Local, **STEPS), make_data(clients=1), mapping=mapping)
 
 
 @MAPPING
@@ -141,18 +141,22 @@ def test_uniform_weights_are_the_mean_over_clients_and_differ_from_samples() -> 
 @MAPPING
 def test_oracle_with_one_group_is_fedavg(mapping: str) -> None:
     data = make_data()
-    same_models(Oracle(**STEPS), FedAvg(**STEPS), replace(data, groups=torch.zeros(7)), mapping=mapping)
+    same_models(
+        method_of(Oracle, **STEPS), method_of(FedAvg, **STEPS), replace(data, groups=torch.zeros(7)), mapping=mapping
+    )
 
 
 @MAPPING
 def test_oracle_with_every_client_its_own_group_is_local(mapping: str) -> None:
     data = make_data()
-    same_models(Oracle(**STEPS), Local(**STEPS), replace(data, groups=torch.arange(7)), mapping=mapping)
+    same_models(
+        method_of(Oracle, **STEPS), method_of(Local, **STEPS), replace(data, groups=torch.arange(7)), mapping=mapping
+    )
 
 
 def test_oracle_is_fedavg_inside_each_group() -> None:
     data, options = make_data(), {"participation": 1.0}
-    found = models(run(Oracle(**STEPS), data, **options))
+    found = models(run(method_of(Oracle, **STEPS), data, **options))
     for g in (0, 1):
         mine = [i for i in range(7) if i % 2 == g]
 
@@ -168,7 +172,7 @@ def test_oracle_is_fedavg_inside_each_group() -> None:
                 client, sent = super().client_update(*args)
                 return client, sent._replace(mean={}, each=sent.mean)
 
-        theta = run(Inside(**STEPS), data, **options).record.server["theta"]
+        theta = run(method_of(Inside, **STEPS), data, **options).record.server["theta"]
         for i in mine:
             assert_close(found[str(i)], theta)
 
@@ -179,20 +183,23 @@ def test_oracle_is_fedavg_inside_each_group() -> None:
 @MAPPING
 def test_fedper_without_a_head_is_fedavg(mapping: str) -> None:
     for weighting in ("samples", "uniform"):
-        a, b = FedPer(private_head=False, weighting=weighting, **STEPS), FedAvg(weighting=weighting, **STEPS)
+        a, b = (
+            method_of(FedPer, private_head=False, weighting=weighting, **STEPS),
+            method_of(FedAvg, weighting=weighting, **STEPS),
+        )
         same_models(a, b, mapping=mapping)
 
 
 @MAPPING
 def test_fedper_with_all_layers_personal_is_local(mapping: str) -> None:
-    every = FedPer(personal_layers=("0", "2", "4"), **STEPS)
+    every = method_of(FedPer, personal_layers=("0", "2", "4"), **STEPS)
     assert every.private(make_task()) == make_task().names
-    same_models(every, Local(**STEPS), mapping=mapping)
+    same_models(every, method_of(Local, **STEPS), mapping=mapping)
 
 
 @MAPPING
 def test_fedper_is_fedavg_with_a_private_head(mapping: str) -> None:
-    same_models(FedPer(**STEPS), FedAvg(private_head=True, **STEPS), mapping=mapping)
+    same_models(method_of(FedPer, **STEPS), method_of(FedAvg, private_head=True, **STEPS), mapping=mapping)
 
 
 def test_lg_fedavg_shares_what_fedper_keeps() -> None:
@@ -207,26 +214,28 @@ def test_lg_fedavg_shares_what_fedper_keeps() -> None:
 
 @pytest.mark.parametrize("layers", [("0",), ("0", "2"), ("4.weight",)])
 def test_lg_fedavg_and_fedper_with_the_same_layers_are_one_method(layers: tuple[str, ...]) -> None:
-    same_models(LgFedAvg(personal_layers=layers, **STEPS), FedPer(personal_layers=layers, **STEPS))
+    same_models(
+        method_of(LgFedAvg, personal_layers=layers, **STEPS), method_of(FedPer, personal_layers=layers, **STEPS)
+    )
 
 
 def test_lg_fedavg_and_fedper_meet_at_both_ends() -> None:
-    same_models(LgFedAvg(personal_layers=("0", "2"), **STEPS), LgFedAvg(**STEPS))
-    same_models(LgFedAvg(personal_layers=("0", "2", "4"), **STEPS), Local(**STEPS))
+    same_models(method_of(LgFedAvg, personal_layers=("0", "2"), **STEPS), method_of(LgFedAvg, **STEPS))
+    same_models(method_of(LgFedAvg, personal_layers=("0", "2", "4"), **STEPS), method_of(Local, **STEPS))
 
 
 @MAPPING
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_fedrep_without_head_epochs_is_fedbabu_without_tuning(mapping: str, weighting: Any) -> None:
     same_models(
-        FedRep(head_epochs=0, weighting=weighting, **STEPS),
-        FedBabu(finetune_epochs=0, weighting=weighting, **STEPS),
+        method_of(FedRep, head_epochs=0, weighting=weighting, **STEPS),
+        method_of(FedBabu, finetune_epochs=0, weighting=weighting, **STEPS),
         mapping=mapping,
     )
 
 
 def test_fedrep_without_body_epochs_leaves_the_body_alone() -> None:
-    sim = run(FedRep(head_epochs=2, body_epochs=0, **STEPS), participation=1.0)
+    sim = run(method_of(FedRep, head_epochs=2, body_epochs=0, **STEPS), participation=1.0)
     assert_close(sim.record.server["theta"], tree.select(make_task().init(), make_task().body), 1e-15)
     heads = [sim.record.row(i)["h"] for i in range(7)]
     assert len({tree.digest(h) for h in heads}) == 7
@@ -237,7 +246,7 @@ def test_fedbabus_head_never_moves(mapping: str) -> None:
     task = make_task()
     head = tree.select(task.init(), task.head)
     for rounds in (1, 2, 3):
-        sim = run(FedBabu(finetune_epochs=0, **STEPS), rounds=rounds, mapping=mapping)
+        sim = run(method_of(FedBabu, finetune_epochs=0, **STEPS), rounds=rounds, mapping=mapping)
         for i in range(7):
             assert_same(sim.record.row(i)["h"], head)
         whole = models(sim)
@@ -250,8 +259,8 @@ def test_fedbabus_head_never_moves(mapping: str) -> None:
 @pytest.mark.parametrize("part", ["all", "head", "body"])
 def test_fedbabu_tunes_only_what_it_says_and_throws_it_away(part: Any) -> None:
     task = make_task()
-    sim = run(FedBabu(finetune=part, finetune_epochs=2, **STEPS))
-    plain = run(FedBabu(finetune_epochs=0, **STEPS))
+    sim = run(method_of(FedBabu, finetune=part, finetune_epochs=2, **STEPS))
+    plain = run(method_of(FedBabu, finetune_epochs=0, **STEPS))
     assert sim.record.digest() == plain.record.digest()
     moved = {k for k in task.names if not torch.equal(models(sim)["0"][k], models(plain)["0"][k])}
     assert moved == set({"all": task.names, "head": task.head, "body": task.body}[part])
@@ -263,13 +272,15 @@ def test_fedbabu_tunes_only_what_it_says_and_throws_it_away(part: Any) -> None:
 @MAPPING
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_ditto_without_its_term_is_local_at_every_round(mapping: str, rounds: int) -> None:
-    same_models(Ditto(lam=0.0, personal_epochs=2, **STEPS), Local(**STEPS), mapping=mapping, rounds=rounds)
+    same_models(
+        method_of(Ditto, lam=0.0, personal_epochs=2, **STEPS), method_of(Local, **STEPS), mapping=mapping, rounds=rounds
+    )
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.7, 5.0])
 def test_dittos_global_model_is_fedavg_whatever_lambda(lam: float) -> None:
-    a = run(Ditto(lam=lam, lr_personal=0.01, **STEPS)).record.server
-    assert_close(a, run(FedAvg(**STEPS)).record.server)
+    a = run(method_of(Ditto, lam=lam, lr_personal=0.01, **STEPS)).record.server
+    assert_close(a, run(method_of(FedAvg, **STEPS)).record.server)
 
 
 def test_ditto_with_a_large_lambda_stays_near_the_model_it_was_sent() -> None:
@@ -296,7 +307,7 @@ def starting(base: type[PflMf], U: Callable[[Task], Tensor], v: Callable[[Task, 
         def init_client(self, task: Task, who: ClientInfo) -> Tree:
             return {"v": v(task, who.id), "stats": {}}
 
-    method: PflMf = Started(**({"v_scale": "1", "v_steps": 5} | fields))
+    method: PflMf = method_of(Started, **({"v_scale": "1", "v_steps": 5} | fields))
     return method
 
 
@@ -439,8 +450,8 @@ def test_pfl_mf_v_scale_divides_the_step_by_all_clients_not_by_those_sampled() -
 def test_pfl_mf_on_a_cosine_starts_at_lr_and_then_takes_smaller_steps(form: type[PflMf]) -> None:
     plain = run(form(rank=2, lr=0.02), rounds=2)
     for fields in ({"cycle": 1}, {"cycle": 2, "lr_min": 0.02}):  # both stay at lr
-        assert_same(models(plain), models(run(form(rank=2, lr=0.02, **fields), rounds=2)))
-    fallen = run(form(rank=2, lr=0.02, cycle=2, lr_min=0.0), rounds=2)
+        assert_same(models(plain), models(run(method_of(form, rank=2, lr=0.02, **fields), rounds=2)))
+    fallen = run(method_of(form, rank=2, lr=0.02, cycle=2, lr_min=0.0), rounds=2)
     assert not torch.equal(plain.record.server["U"], fallen.record.server["U"])
 
 
@@ -451,7 +462,7 @@ def test_the_scaled_step_of_rank_one_is_fedavg(mapping: str, wire: Any, weightin
     one = torch.ones(7, 1, dtype=torch.float64)
     steps = {"lr": 0.1, "momentum": 0.9, "weighting": weighting}
     method = scaled(lambda task: tree.ravel(task.init())[:, None], one, wire=wire, **steps)
-    same_models(method, FedAvg(**steps), mapping=mapping)
+    same_models(method, method_of(FedAvg, **steps), mapping=mapping)
 
 
 @MAPPING
@@ -507,14 +518,16 @@ def test_a_bounded_server_step_moves_the_shared_part_by_that_share_of_its_norm(u
     task = make_task()
     fields: dict[str, Any] = {"rank": 3, "lr": 0.5, "u_update": u_update}
     start = tree.without(task.init(), task.head)
-    free, bound = (run(PflMf(max_shared_step=m, **fields), rounds=1).record.server["theta"] for m in (None, 0.01))
+    free, bound = (
+        run(method_of(PflMf, max_shared_step=m, **fields), rounds=1).record.server["theta"] for m in (None, 0.01)
+    )
     far, near = (tree.add(t, start, -1.0) for t in (free, bound))
     size = tree.squared_norm(start).sqrt()
     assert tree.squared_norm(far).sqrt() > 0.01 * size  # otherwise nothing was bounded
     assert float(tree.squared_norm(near).sqrt() / size) == pytest.approx(0.01, rel=1e-12)
     part = 0.01 * size / tree.squared_norm(far).sqrt()
     assert_close(near, {k: part * v for k, v in far.items()})
-    wide = run(PflMf(max_shared_step=1e3, **fields), rounds=1).record.server["theta"]
+    wide = run(method_of(PflMf, max_shared_step=1e3, **fields), rounds=1).record.server["theta"]
     assert all(torch.equal(wide[k], free[k]) for k in free)
 
 

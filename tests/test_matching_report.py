@@ -15,7 +15,7 @@ import torch
 
 from conftest import call
 from fedspan.learn.task import Task
-from fedspan.method import Federation, Round
+from fedspan.method import Federation, Observed, Round
 from fedspan.methods import METHODS
 from fedspan.methods.fedavg import FedAvg
 from fedspan.report.canvas import save
@@ -56,7 +56,7 @@ workers = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Toy(FedAvg):
+class Toy(FedAvg, Observed):
     """FedAvg that pretends to match the clients of a group, and client 0 once with client 1 of the other group."""
 
     def init_server(self, task: Task, federation: Federation) -> Tree:

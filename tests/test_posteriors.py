@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import assert_close, finished, make_data, make_task
+from conftest import assert_close, finished, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.layers import parts, structured
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
-from fedspan.method import ClientInfo, Federation, Round
+from fedspan.method import ClientInfo, Converts, Federation, Round
 from fedspan.methods import AmhtLrs, FedAvg, LrBpfl, Waffle, make
 from fedspan.randomness import key
 from fedspan.simulation.settings import Settings
@@ -110,8 +110,8 @@ def test_amht_lrs_classifies_with_a_sparse_part_of_its_own() -> None:
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_lr_bpfl_with_frozen_masks_of_one_is_fedavg(kind: str) -> None:
-    method = LrBpfl(rank=3, members=0, start_spread=0.0, personal_epochs=0, **STEPS)
-    a, b = finished(method, kind, rounds=2), finished(FedAvg(**STEPS), kind, rounds=2)
+    method = method_of(LrBpfl, rank=3, members=0, start_spread=0.0, personal_epochs=0, **STEPS)
+    a, b = finished(method, kind, rounds=2), finished(method_of(FedAvg, **STEPS), kind, rounds=2)
     assert_close(a.record.server, b.record.server)
     assert_close(a.personal(1)[1], b.personal(1)[1])
 
@@ -185,7 +185,7 @@ def test_waffle_with_all_factors_in_use_is_fedavg_of_the_factorised_network() ->
             q = {k: torch.full_like(a, 300.0) if k.endswith("logit") else a for k, a in client["q"].items()}
             return {**client, "q": q}
 
-    class Plain(FedAvg):
+    class Plain(FedAvg, Converts):
         def model(self, task: Task, capacity: Any) -> Task:
             return Waffle().model(task, capacity)
 
@@ -202,8 +202,8 @@ def test_waffle_with_all_factors_in_use_is_fedavg_of_the_factorised_network() ->
 
             return client, Sent(self.weigh(visit), mean={"theta": theta})
 
-    a = finished(Sure(temperature=0.0, **STEPS), rounds=2)
-    b = finished(Plain(**STEPS), rounds=2)
+    a = finished(method_of(Sure, temperature=0.0, **STEPS), rounds=2)
+    b = finished(method_of(Plain, **STEPS), rounds=2)
     assert_close(a.record.server["theta"], b.record.server["theta"])
     names = structured(a.engine.model(None).module)
     assert names and not [k for k in a.record.server["theta"] if k.endswith(".z")]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import assert_close, make_data, make_task
+from conftest import assert_close, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
@@ -52,7 +52,7 @@ def without_class(c: int) -> FederatedData:
 @pytest.mark.parametrize("kind", [FedProto, FedTgp])
 def test_without_their_term_they_are_local(mapping: str, kind: Any) -> None:
     extra = {"server_epochs": 1} if kind is FedTgp else {}
-    same_models(kind(lam=0.0, **extra, **STEPS), Local(**STEPS), mapping=mapping)
+    same_models(method_of(kind, lam=0.0, **extra, **STEPS), method_of(Local, **STEPS), mapping=mapping)
 
 
 @LOOP

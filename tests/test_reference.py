@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import assert_close, make_data, make_task
+from conftest import assert_close, make_data, make_task, method_of
 from fedspan.data.federated import FederatedData
 from fedspan.learn.batches import All, Batches, Epochs, draw
 from fedspan.learn.task import Task
@@ -110,7 +110,7 @@ def test_local(optimiser: str, mapping: str) -> None:
     for t in range(1, ROUNDS + 1):
         for i in ref.asked(t):
             own[i] = ref.train(own[i], i, t)
-    sim = run(Local(**ref.fields), task, data, mapping)
+    sim = run(method_of(Local, **ref.fields), task, data, mapping)
     for i in range(data.clients):
         assert_close(sim.personal(i)[1], own[i])
 
@@ -125,7 +125,7 @@ def test_fedavg(optimiser: str, mapping: str, kind: str) -> None:
     for t in range(1, ROUNDS + 1):
         asked = ref.asked(t)
         theta = ref.average([ref.train(theta, i, t) for i in asked], asked)
-    sim = run(FedAvg(**ref.fields), task, data, mapping)
+    sim = run(method_of(FedAvg, **ref.fields), task, data, mapping)
     assert_close(sim.record.server["theta"], theta)
 
 
@@ -142,7 +142,7 @@ def test_fedprox(optimiser: str, mapping: str) -> None:
             return mu / 2 * sum((p - sent[k]).square().sum() for k, p in m.named_parameters())
 
         theta = ref.average([ref.train(theta, i, t, extra=pull) for i in asked], asked)
-    sim = run(FedProx(mu=mu, **ref.fields), task, data, mapping)
+    sim = run(method_of(FedProx, mu=mu, **ref.fields), task, data, mapping)
     assert_close(sim.record.server["theta"], theta)
 
 
@@ -162,7 +162,7 @@ def test_fedrep(optimiser: str, mapping: str) -> None:
             state = ref.train(state, i, t, only=body)
             bodies.append({k: state[k] for k in body})
         phi = ref.average(bodies, asked, uniform=True)
-    sim = run(FedRep(head_epochs=3, **ref.fields), task, data, mapping)
+    sim = run(method_of(FedRep, head_epochs=3, **ref.fields), task, data, mapping)
     assert_close(sim.record.server["theta"], phi)
     for i in range(data.clients):
         assert_close(sim.personal(i)[1], phi | heads[i])
@@ -183,7 +183,7 @@ def test_ditto(optimiser: str, mapping: str) -> None:
 
         for i in asked:
             v[i] = ref.train(v[i], i, t, epochs=3, extra=pull)
-    sim = run(Ditto(lam=lam, personal_epochs=3, **ref.fields), task, data, mapping)
+    sim = run(method_of(Ditto, lam=lam, personal_epochs=3, **ref.fields), task, data, mapping)
     assert_close(sim.record.server["theta"], w)
     for i in range(data.clients):
         assert_close(sim.personal(i)[1], v[i])
@@ -198,7 +198,7 @@ def test_fedavg_averages_running_statistics(optimiser: str) -> None:
         asked = ref.asked(t)
         theta = ref.average([ref.train(theta, i, t) for i in asked], asked)
     del theta["norm.num_batches_tracked"]  # not part of the state: the momentum is fixed
-    sim = run(FedAvg(**ref.fields), task, data, "auto")
+    sim = run(method_of(FedAvg, **ref.fields), task, data, "auto")
     assert sim.mapping == "loop"
     found = sim.record.server["theta"]
     assert found.keys() == theta.keys() and "norm.running_var" in found

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import assert_close, assert_same, finished, make_data, make_task
+from conftest import assert_close, assert_same, finished, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.server_optimizer import moments, step
+from fedspan.method import norm_of_state
 from fedspan.methods import Cfl, FedAvg, Oracle, make
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
@@ -89,8 +90,8 @@ def test_models_nobody_reported_for_stay_with_their_moments() -> None:
 
 def test_a_silent_group_does_not_drift() -> None:
     few = {"participation": 0.15, "rounds": 1}  # one client a round
-    sim = finished(Oracle(server_optimizer="sgd", lr=0.3), **few)
-    again = finished(Oracle(server_optimizer="sgd", lr=0.3), **{**few, "rounds": 6})
+    sim = finished(method_of(Oracle, server_optimizer="sgd", lr=0.3), **few)
+    again = finished(method_of(Oracle, server_optimizer="sgd", lr=0.3), **{**few, "rounds": 6})
     assert (again.record.server["optimizer"]["m"]["theta"]["0.weight"] != 0).flatten(1).any(1).all()
     heard = (sim.record.server["optimizer"]["m"]["theta"]["0.weight"] != 0).flatten(1).any(1)
     assert heard.sum() == 1
@@ -100,8 +101,8 @@ def test_a_silent_group_does_not_drift() -> None:
 
 def test_a_split_inherits_the_moments() -> None:
     fields = {"start_round": 2, "eps_1": 10.0, "eps_2": 0.0, "server_optimizer": "adam", "server_lr": 0.05}
-    before = finished(Cfl(**fields), rounds=1, participation=1.0).record.server  # type: ignore[arg-type]
-    after = finished(Cfl(**fields), rounds=2, participation=1.0).record.server  # type: ignore[arg-type]
+    before = finished(method_of(Cfl, **fields), rounds=1, participation=1.0).record.server  # type: ignore[arg-type]
+    after = finished(method_of(Cfl, **fields), rounds=2, participation=1.0).record.server  # type: ignore[arg-type]
     assert len(before["a"]) == 1 and len(after["a"]) == 2
     assert after["optimizer"]["steps"].tolist() == [2, 2]
     assert after["optimizer"]["m"]["theta"]["0.weight"].shape[0] == 2
@@ -109,13 +110,13 @@ def test_a_split_inherits_the_moments() -> None:
 
 def test_running_statistics_are_means_whatever_the_rule() -> None:
     plain = finished(FedAvg(), "batchnorm", rounds=1)
-    adam = finished(FedAvg(server_optimizer="adam"), "batchnorm", rounds=1)
+    adam = finished(method_of(FedAvg, server_optimizer="adam"), "batchnorm", rounds=1)
     for k, p in tree.without(adam.record.server["theta"], ["conv.bias"]).items():  # which the norm makes idle
         assert torch.equal(p, plain.record.server["theta"][k]) == k.endswith(("running_mean", "running_var"))
 
 
 def test_state_survives_save_and_load(tmp_path: Path) -> None:
-    method = FedAvg(server_optimizer="yogi", server_lr=0.05, server_corrected=True)
+    method = method_of(FedAvg, server_optimizer="yogi", server_lr=0.05, server_corrected=True)
     settings = Settings(evaluate_every=100, participation=0.6, batch_size=8, workers=1, dtype="float64")
 
     def run(rounds: int, out: Path | None) -> Simulation:
@@ -131,10 +132,10 @@ def test_state_survives_save_and_load(tmp_path: Path) -> None:
 
 
 def test_the_optimiser_is_neither_sent_nor_counted_as_size() -> None:
-    plain, adam = finished(FedAvg(), rounds=1), finished(FedAvg(server_optimizer="adam"), rounds=1)
+    plain, adam = finished(FedAvg(), rounds=1), finished(method_of(FedAvg, server_optimizer="adam"), rounds=1)
     assert plain.record.progress.totals["down"] == adam.record.progress.totals["down"]
     server = adam.record.server
-    assert FedAvg().size(server) == FedAvg().size({"theta": server["theta"]})
+    assert norm_of_state(server) == norm_of_state({"theta": server["theta"]})
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from fedspan.deploy.experiment import DataKind, stand_in
 from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
 from fedspan.errors import Refused
 from fedspan.learn.aggregate import Mean
-from fedspan.method import Sent
+from fedspan.method import Abilities, Sent
 from fedspan.methods import FactorizedFLBeta, FedAvg, FedKd, PflMf
 from fedspan.simulation.driver import advance, partial_sum, stacked
 from flower_grid import experiment_of
@@ -64,8 +64,8 @@ class Target:
         self.engine = e.engine(stand_in(kind, 4, e.seed))
         task = self.engine.model(None)
         self.server = method.init_server(task, federation)
-        self.common = method.common(task, federation)
-        self.codecs = method.codecs(1)
+        self.common = Abilities(method).announces.common(task, federation)
+        self.codecs = Abilities(method).coded.codecs(1)
         down = method.download(self.server, torch.arange(4), None, 1)
         self.shared = wire.roundtrip(down.shared, self.codecs)[0]
         self.down = {**self.shared, **tree.take(down.own, 0)}
@@ -77,7 +77,7 @@ class Target:
 
     @property
     def weight(self) -> float:
-        return float(EXAMPLES) if self.method.weight == "samples" else 1.0
+        return float(EXAMPLES) if Abilities(self.method).weight == "samples" else 1.0
 
     def write(self, seed: int) -> bytes:
         generator = torch.Generator().manual_seed(seed)
@@ -95,14 +95,16 @@ class Target:
         if facts.get("round") != 1 or facts.get("do") != "train":
             raise Refused("another round")
         return admit(
-            facts, payload, who="client f", method=self.method, declared=self.declared, codecs=self.codecs,
+            facts, payload, who="client f", able=Abilities(self.method), declared=self.declared, codecs=self.codecs,
             examples=EXAMPLES, dtype=torch.float64,
         )  # fmt: skip
 
     def is_valid(self, sent: Sent) -> bool:
         """Looked at afresh, without the gate's own functions."""
         w = float(sent.weight)
-        fine = 0 <= w <= (EXAMPLES if self.method.weight == "samples" else self.method.weight_bound)
+        fine = (
+            0 <= w <= (EXAMPLES if Abilities(self.method).weight == "samples" else Abilities(self.method).weight_bound)
+        )
         for like, given in ((self.declared.mean, sent.mean), (self.declared.each, sent.each)):
             a, b = dict(tree.items(like)), dict(tree.items(given))
             fine = fine and a.keys() == b.keys()
@@ -113,7 +115,7 @@ class Target:
     def step(self, got: dict[int, Sent]) -> str:
         mean = Mean()
         for i in sorted(got):
-            mean.add(partial_sum(self.method, stacked(got[i]), self.shared, None), float(got[i].weight))
+            mean.add(partial_sum(Abilities(self.method), stacked(got[i]), self.shared, None), float(got[i].weight))
         weights, each = {i: float(s.weight) for i, s in got.items()}, {i: s.each for i, s in got.items()}
         sizes = np.full(4, EXAMPLES, np.int64)
         server = advance(

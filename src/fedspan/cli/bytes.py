@@ -69,7 +69,7 @@ class Traffic:
 def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own") -> None:
     """Count the bytes of one client's round and of the whole run, up and down, without training."""
     from fedspan.config import load_config
-    from fedspan.method import Method
+    from fedspan.method import Abilities, Announces
 
     config = load_config(exp, overrides or []).resolve()
     published = find_rule(rule, config.method["name"])
@@ -89,9 +89,10 @@ def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own") -> 
         note(f"Counted as {published.paper} do: {published.words}.")
     if found.made_up:
         note(f"Counted on made-up examples of the data's shape: {found.made_up}")
-    if type(method).announce is not Method.announce:
+    able = Abilities(method)
+    if isinstance(method, Announces):
         note("News that this method announces to all clients come on top.")
-    if any(len(method.levels(i)) > 1 for i in range(sum(found.clients.values()))):
+    if any(len(able.ranked.levels(i)) > 1 for i in range(sum(found.clients.values()))):
         note("Ranks adapt during training: clients that come down send and receive less than this.")
     if config.train.drop_rate:
         note("Clients that do not answer are counted as if they did.")
@@ -122,16 +123,17 @@ def count(config: RunConfig, rule: Published | None = None) -> tuple[Method, Tra
     """Run one client of each capacity on two examples, and count what it received and sent."""
     from fedspan import wire
     from fedspan.cli.probe import probe
-    from fedspan.method import capacity_in
+    from fedspan.method import Abilities
     from fedspan.simulation.settings import sample
 
     method, task, data, made_up = _assemble(config)
     data = data.to(next(iter(task.init().values())).dtype)
     tiny = replace(data, train=[rows[:2] for rows in data.train])
-    capacities = [capacity_in(method, task, i) for i in range(data.clients)]
+    able = Abilities(method)
+    capacities = [able.capacity(task, i) for i in range(data.clients)]
     # Half precision has a fixed size; what other codecs make of a tensor depends on its values.
-    open_ = {k for k, codec in method.codecs(1).items() if not isinstance(codec, wire.Half)}
-    half = method.codecs(1).keys() - open_
+    open_ = {k for k, codec in able.coded.codecs(1).items() if not isinstance(codec, wire.Half)}
+    half = able.coded.codecs(1).keys() - open_
     per: dict[Any, dict[str, dict[str, int | None]]] = {}
     for capacity in sorted(set(capacities), key=str):
         payload = probe(method, task, tiny, capacities.index(capacity), batch=2)
@@ -139,7 +141,7 @@ def count(config: RunConfig, rule: Published | None = None) -> tuple[Method, Tra
         per[capacity] = {}
         for direction, tree in (("up", up), ("down", down)):
             sizes = wire.count(
-                tree, {k: wire.roundtrip({k: tree[k]}, method.codecs(1))[1][k] for k in half & tree.keys()}
+                tree, {k: wire.roundtrip({k: tree[k]}, able.coded.codecs(1))[1][k] for k in half & tree.keys()}
             )
             found = {k: None if k in open_ else v for k, v in sizes.items()}
             if rule is not None and rule.trained_only:

@@ -13,7 +13,7 @@ def capacity(exp: Experiment, overrides: Overrides = None) -> None:
     from dataclasses import replace
 
     from fedspan.config import assemble, load_config
-    from fedspan.method import capacity_in
+    from fedspan.method import Abilities
     from fedspan.simulation.devices import Devices, assign
 
     config = load_config(exp, overrides or []).resolve()
@@ -23,7 +23,7 @@ def capacity(exp: Experiment, overrides: Overrides = None) -> None:
     method, choices = assign(method, task, data.to(dtype), devices, config.train)
     rows: list[tuple[Any, ...]] = []
     for c in choices:
-        what = capacity_in(method, task, c.client)
+        what = Abilities(method).capacity(task, c.client)
         rank = c.ratio if c.ratio is not None else "" if what is None else what
         speed = f"{devices.gflops[c.client % len(devices.gflops)]:g}" if devices.gflops else ""
         rate = f"{devices.mbps[c.client % len(devices.mbps)]:g}" if devices.mbps else ""

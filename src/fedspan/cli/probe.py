@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import fedspan
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.learn.task import Task
-from fedspan.method import Method
+from fedspan.method import Abilities, Method, Ranked
+from fedspan.method.fields import flat
 from fedspan.methods import METHODS, make
 from fedspan.models import build
 from fedspan.randomness import generator
@@ -51,21 +52,22 @@ def facts(name: str) -> dict[str, Any]:
     """Everything `fedspan methods` tells about a method."""
     cls = METHODS[name]
     method = make(name)
+    able = Abilities(method)
     payload = probe(method, *toy())
     return {
         "name": name,
-        "family": cls.family,
-        "paper": cls.reference,
+        "family": cls.about.family,
+        "paper": cls.about.reference,
         "equations": equations(cls),
         "shared": names(payload.down),
         "private": names(payload.kept),
         "sent_mean": names(payload.mean),
         "sent_each": names(payload.each),
-        "weight": method.weight,
-        "secure_aggregation": "no" if names(payload.each) or method.weight == "own" else method.secure_sum,
-        "heterogeneous": "yes" if cls.any_model or cls.capacity_of is not Method.capacity_of else "no",
+        "weight": able.weight,
+        "secure_aggregation": "no" if names(payload.each) or able.weight == "own" else able.secure_sum,
+        "heterogeneous": "yes" if cls.about.any_model or issubclass(cls, Ranked) else "no",
         "file": _file(cls),
-        "fields": {f.name: _default(getattr(method, f.name)) for f in fields(cls)},
+        "fields": {k: _default(v) for k, v in flat(method).items()},
     }
 
 
@@ -81,7 +83,7 @@ def reference() -> tuple[Task, FederatedData]:
 def traffic(name: str) -> tuple[int, int]:
     """Bytes that one client receives and sends in its first round, with default fields on the reference model."""
     method = make(name)
-    payload, codecs = probe(method, *reference()), method.codecs(1)
+    payload, codecs = probe(method, *reference()), Abilities(method).coded.codecs(1)
     sizes = []
     for part in (payload.down, payload.mean | payload.each):
         sizes.append(sum(wire.count(part, wire.roundtrip(part, codecs)[1]).values()))

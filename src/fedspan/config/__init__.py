@@ -15,7 +15,7 @@ from fedspan.data import FederatedData, Source, load, partition
 from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.learn.task import Task
 from fedspan.method import Method
-from fedspan.method.fields import build_dataclass
+from fedspan.method.fields import build, flat, keys_of
 from fedspan.methods import METHODS, make
 from fedspan.models.build import is_language
 from fedspan.randomness import torch_seed
@@ -78,8 +78,8 @@ class RunConfig:
         if name not in METHODS:
             raise ConfigError(f"Method: unknown method '{str(name)[:60]}'.{nearest(str(name)[:60], METHODS)}")
         others = {*compared, self.method["name"], *self.methods} & METHODS.keys()
-        elsewhere = {f.name for other in others for f in fields(METHODS[other])}
-        own = {f.name for f in fields(METHODS[name])}
+        elsewhere = {key for other in others for key in keys_of(METHODS[other])}
+        own = keys_of(METHODS[name])
         shared = {k: v for k, v in self.method.items() if k != "name"}
         dropped = [k for k in shared if k not in own and k in elsewhere]
         return {k: v for k, v in shared.items() if k not in dropped} | self.methods.get(name, {}), dropped
@@ -87,20 +87,20 @@ class RunConfig:
     def only(self, name: str, compared: Iterable[str] = ()) -> Method:
         """The method of that name with its fields from `[method]` and `[methods.NAME]`."""
         method = make(name, **self.fields_of(name, compared)[0])
-        if method.needs_groups and self.partition.kind not in _GROUPED:
+        if method.about.needs_groups and self.partition.kind not in _GROUPED:
             raise ConfigError(
                 f"Method {name}: the partition must know the groups of its clients ({', '.join(_GROUPED)})."
                 f" Got '{self.partition.kind}'."
             )
-        if self.model.kinds and not method.any_model:
-            able = ", ".join(k for k, c in METHODS.items() if c.any_model)
+        if self.model.kinds and not method.about.any_model:
+            able = ", ".join(k for k, c in METHODS.items() if c.about.any_model)
             raise ConfigError(f"Method {name}: all clients must have models of one kind. Got model.kinds; use {able}.")
         return method
 
     def resolve(self, name: str | None = None, compared: Iterable[str] = (), seed: int | None = None) -> RunConfig:
         """The experiment of one method and seed alone, with every field of the method written out."""
         name = name or self.method["name"]
-        method = {"name": name} | plain(dataclasses.asdict(self.only(name, compared)))
+        method = {"name": name} | plain(flat(self.only(name, compared)))
         return replace(self, method=method, methods={}, seed=self.seed if seed is None else seed)
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,11 +174,11 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
     return RunConfig(
         **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices")},
-        data=build_dataclass(DataConfig, values["data"], "Data"),
+        data=build(DataConfig, values["data"], "Data"),
         partition=_open_ended(PartitionConfig, values["partition"], "Partition"),
         model=_open_ended(ModelConfig, values["model"], "Model"),
-        train=build_dataclass(Settings, values["train"], "Train"),
-        devices=build_dataclass(Devices, values["devices"], "Devices"),
+        train=build(Settings, values["train"], "Train"),
+        devices=build(Devices, values["devices"], "Devices"),
     )
 
 
@@ -188,7 +188,7 @@ def _open_ended(cls: type[Any], values: dict[str, Any], who: str) -> Any:
     if "options" in values:
         raise ConfigError(f"{who}: write options as keys of the section itself, not under 'options'.")
     options = {k: v for k, v in values.items() if k not in own}
-    return build_dataclass(cls, {k: v for k, v in values.items() if k in own} | {"options": options}, who)
+    return build(cls, {k: v for k, v in values.items() if k in own} | {"options": options}, who)
 
 
 def _override(values: dict[str, Any], overrides: Sequence[str]) -> None:

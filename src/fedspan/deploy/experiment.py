@@ -16,7 +16,7 @@ from fedspan.config.sections import known_shape
 from fedspan.data.federated import FederatedData, Index
 from fedspan.errors import ConfigError, Refused
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, Federation, Method, capacity_in
+from fedspan.method import Abilities, Capacity, Federation, Method
 from fedspan.models.build import is_language
 from fedspan.randomness import key, normal
 from fedspan.simulation.engine import Engine
@@ -77,10 +77,11 @@ class Experiment:
         Raises:
             Refused: if the client has no such level: nobody can make it train with more than it can afford.
         """
-        most = len(self.method.levels(client)) - 1
+        able = Abilities(self.method)
+        most = len(able.ranked.levels(client)) - 1
         if not 0 <= level <= most:
             raise Refused(f"Node: its level must lie in 0..{most}. Got {level}.")
-        return capacity_in(self.method, self.task, client, level)
+        return able.capacity(self.task, client, level)
 
 
 def read_experiment(text: str, data: FederatedData | DataKind) -> Experiment:

@@ -26,7 +26,6 @@ def product_decay(task: Task, loss: Loss, product: float, rest: float, every: in
         far = rest / 2 * sum(p[k].square().sum() for k in others)
         if batch.step % every == 0:
             far = far + every * product / 2 * sum(lowrank.squared_product(p[u], p[v]) for u, v in pairs)
-        # An empty slot in a mapped run is no step: the decay must vanish with the batch.
-        return loss(p, batch) + far * batch.live
+        return loss(p, batch) + far
 
     return decayed if pairs or others else loss

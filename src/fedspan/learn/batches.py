@@ -42,7 +42,7 @@ class All:
 
 
 @dataclass(frozen=True)
-class Share:
+class Portion:
     """One pass over a random share of the training data, another one in every round."""
 
     share: float
@@ -59,7 +59,7 @@ class Validation:
     share: float | None = None
 
 
-Amount: TypeAlias = Epochs | Steps | All | Share | Validation
+Amount: TypeAlias = Epochs | Steps | All | Portion | Validation
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def draw(
                 streams[name] = shuffled(per_pass * (epochs if number is None else number))
             case Steps(number):
                 streams[name] = shuffled(number)
-            case Share(share):
+            case Portion(share):
                 some = generator(seed, "part", round, client).permutation(train)[: max(1, math.ceil(share * n - 1e-9))]
                 streams[name] = _no_single(rows_of(some, width)) if drop_last else rows_of(some, width)
             case All():

@@ -5,9 +5,12 @@ Hsu, Qi and Brown, 2019 (momentum); Reddi et al., ICLR 2021, Algorithm 2 (Adagra
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from fedspan import tree
@@ -16,6 +19,89 @@ from fedspan.tree import Tree
 
 Rule: TypeAlias = Literal["none", "sgd", "adam", "adagrad", "yogi"]
 """What the server does with the mean of a round; `none` takes it as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer:
+    """A server's optimiser: it takes the mean change of a round as a gradient, or (`none`) the mean as it is.
+
+    `sgd` with momentum is FedAvgM; `adagrad`, `adam` and `yogi` are those of FedOpt, with β₁ = momentum.
+    """
+
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "server_optimizer": "rule",
+        "server_lr": "lr",
+        "server_momentum": "momentum",
+        "server_beta2": "beta2",
+        "server_epsilon": "epsilon",
+        "server_corrected": "corrected",
+    }
+
+    rule: Rule = "none"
+    """The server's optimiser; `none` takes the mean of the uploads as it is."""
+    lr: Annotated[float, Gt(0)] | None = None
+    """The server's step size; 1 for `sgd` and 0.01 for the adaptive rules if not given."""
+    momentum: Annotated[float, Ge(0), Lt(1)] | None = None
+    """The server's momentum, β₁ of the adaptive rules; 0.9 if not given, unless the method says otherwise."""
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.99
+    """β₂ of the server's second moments."""
+    epsilon: Annotated[float, Gt(0)] = 1e-3
+    """ε under the server's adaptive steps: the larger, the more alike they are."""
+    corrected: bool = False
+    """Whether the server's moments are divided by the weight they have gathered, as Adam does."""
+    sgd_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """The momentum of `sgd` where none is given; a method's own constant, not a key."""
+
+    @property
+    def inertia(self) -> float:
+        """β of momentum, β₁ of the adaptive rules."""
+        if self.momentum is not None:
+            return self.momentum
+        return self.sgd_momentum if self.rule == "sgd" else 0.9
+
+    @property
+    def rate(self) -> float:
+        """The step size in force."""
+        if self.lr is not None:
+            return self.lr
+        return 1.0 if self.rule == "sgd" else 0.01
+
+    def begin(self, parts: Tree, models: int | None = None) -> Tree:
+        """The parts that the server averages, with the optimiser's state beside them; see `moments`."""
+        if self.rule == "none":
+            return parts
+        return {**parts, "optimizer": moments(self.rule, self.inertia, parts, models)}
+
+    def step(self, server: Tree, mean: Tree, live: Tensor | None = None) -> Tree:
+        """The parts after a round: the means, or where the optimiser goes from `server` with them.
+
+        `live`: which of stacked models were reported for.
+        """
+        if self.rule == "none":
+            return mean
+        new, state = step(
+            self.rule,
+            {k: server[k] for k in mean},
+            mean,
+            server["optimizer"],
+            self.rate,
+            momentum=self.inertia,
+            beta2=self.beta2,
+            epsilon=self.epsilon,
+            corrected=self.corrected,
+            live=live,
+        )
+        return {**new, "optimizer": state}
+
+
+def momentum(lr: float = 1.0, beta: float = 0.9) -> ServerOptimizer:
+    """FedAvgM: the server's SGD with momentum."""
+    return ServerOptimizer(rule="sgd", lr=lr, momentum=beta)
+
+
+def adam(lr: float = 0.01, *, beta1: float = 0.9, beta2: float = 0.99, epsilon: float = 1e-3) -> ServerOptimizer:
+    """FedAdam."""
+    return ServerOptimizer(rule="adam", lr=lr, momentum=beta1, beta2=beta2, epsilon=epsilon)
 
 
 def moments(rule: Rule, momentum: float, like: Tree, models: int | None = None) -> Tree:

@@ -34,7 +34,7 @@ def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
 def gradient_and_value(loss: Loss, params: Any, batch: Batch) -> tuple[Any, Tensor]:
     """∂loss/∂params on one batch, and the loss itself."""
     if batch.mapped:
-        both: tuple[Any, Tensor] = grad_and_value(lambda p: loss(p, batch))(params)
+        both: tuple[Any, Tensor] = grad_and_value(lambda p: _counted(loss, p, batch))(params)
         return both
     at = tree.map(lambda p: p.detach().requires_grad_(), params)
     with torch.enable_grad():
@@ -45,10 +45,18 @@ def gradient_and_value(loss: Loss, params: Any, batch: Batch) -> tuple[Any, Tens
 def hessian_product(loss: Loss, params: Any, direction: Any, batch: Batch) -> Any:
     """∇²loss(params) · direction on one batch, by differentiating ⟨∇loss, direction⟩."""
     if batch.mapped:
-        return grad(lambda p: tree.dot(grad(lambda q: loss(q, batch))(p), direction))(params)
+        return grad(lambda p: tree.dot(grad(lambda q: _counted(loss, q, batch))(p), direction))(params)
     at = tree.map(lambda p: p.detach().requires_grad_(), params)
     with torch.enable_grad():
         return _slopes(tree.dot(_slopes(loss(at, batch), at, again=True), direction), at)
+
+
+def _counted(loss: Loss, params: Any, batch: Batch) -> Tensor:
+    """The loss where there is any example: an empty slot of a mapped run is no step, whatever terms a loss has.
+
+    A term must still be finite there, as ∞·0 is not 0.
+    """
+    return loss(params, batch) * batch.live
 
 
 def _slopes(value: Tensor, at: Any, again: bool = False) -> Any:
@@ -194,7 +202,7 @@ def _train(
             p = [held[k] for k in trained]
             state = start(p)
         if batch.mapped:
-            g = tree.leaves(grad(lambda q, b=batch: loss(q, b))(_assemble(params, held)))
+            g = tree.leaves(grad(lambda q, b=batch: _counted(loss, q, b))(_assemble(params, held)))
             step(p, g, state, batch.live)
         else:
             for a in p:

@@ -13,28 +13,26 @@ from fedspan.errors import ConfigError
 from fedspan.layers import Chosen, LowRank, Plain, choose, convert, in_head, part
 from fedspan.layers.decay import product_decay
 from fedspan.learn.batches import Batches
+from fedspan.learn.optimizer import Schedule
 from fedspan.learn.sgd import Loss, adamw, sgd
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit
-from fedspan.method.schedule import Annealed
+from fedspan.method import About, Capacity, Converts, Down, Federation, Lifts, Observed, Round, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Truncating(Annealed):
+class Truncating(Sharing):
     """Which layers are of low rank on the wire, and how a payload names its parts."""
 
-    family: ClassVar[str] = "fedhm"
+    about = About(family="fedhm")
+
     local_stats: ClassVar[bool] = False
 
+    schedule: Schedule = Schedule()
     layers: Chosen = "body"
     pointwise: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body", "large", "main")
 
     def size_of(self, layer: Plain) -> int:
         """Numbers in the factors of a layer, where those are known beforehand."""
@@ -70,7 +68,10 @@ class Truncating(Annealed):
         return tree.merge(down) | h
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        parts, h = self.apart(task, self.descend(task, self.whole(client, down), visit["train"], self.rate(visit)))
+        parts, h = self.apart(
+            task,
+            self.descend(task, self.whole(client, down), visit["train"], self.schedule.rate(self.lr, int(visit.round))),
+        )
         return {"h": h}, Sent(weight=self.weigh(visit), mean=parts)
 
     def descend(self, task: Task, params: Params, stream: Batches, lr: float, loss: Loss | None = None) -> Params:
@@ -79,7 +80,7 @@ class Truncating(Annealed):
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         """The shared parts of the common start."""
-        return self.with_moments(self.apart(task, task.init())[0])
+        return self.server.begin(self.apart(task, task.init())[0])
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         """All parts."""
@@ -87,7 +88,7 @@ class Truncating(Annealed):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         """Their means, or a step towards them."""
-        return self.stepped(server, round.mean)
+        return self.server.step(server, round.mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +99,7 @@ class Factored(Truncating):
     `decay_every` = k it is taken in every k-th step, k times as strong: the same decay to first order in lr.
     """
 
-    decay_every: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("decay_every", 1)
+    decay_every: AtLeast1 = 1
 
     def decays(self) -> tuple[float, float]:
         """λ in λ/2 ‖U Vᵀ‖² of the factors, and in λ/2 ‖p‖² of all other parameters; both 0: the optimiser's own."""
@@ -125,18 +122,22 @@ class Factored(Truncating):
         if not any(self.decays()):
             return super().descend(task, params, stream, lr, loss)
         total = self.decayed(task, task.loss if loss is None else loss)
-        if self.optimizer == "adamw":
+        if self.optimizer.rule == "adamw":
             return adamw(total, params, stream, lr)
-        return sgd(total, params, stream, lr, momentum=self.momentum)
+        return sgd(total, params, stream, lr, momentum=self.optimizer.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reconstructing(Factored):
+class Reconstructing(Factored, Converts, Lifts, Observed):
     """The server holds full weights W, and every client trains the best factors of the ranks it can afford.
 
     Sent down: the leading factors U = P √Σ and V = Q √Σ, or W where a client's layer is dense. What comes back is
     multiplied out and averaged.
     """
+
+    about = About(
+        secure_sum="no",  # the server multiplies each client's factors
+    )
 
     moves: ClassVar[bool] = True
     """Whether factors may change where the weights do not: the server factorises anew after every round."""
@@ -148,10 +149,6 @@ class Reconstructing(Factored):
     def rank_at(self, layer: str, shape: Sequence[int], capacity: Capacity) -> int | None:
         """The rank at which clients of one capacity train a layer; None where it is dense."""
         raise TypeError(f"{type(self).__name__}: rank_at must be defined.")
-
-    @property
-    def secure_sum(self) -> str:
-        return "no"  # the server multiplies each client's factors
 
     def ranks(self, task: Task, capacity: Capacity) -> dict[str, int]:
         """The layers that clients of one capacity train as factors, and their ranks."""
@@ -165,7 +162,7 @@ class Reconstructing(Factored):
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         parts, _ = self.apart(task.plain, task.plain.init())
-        return self.decomposed(self.with_moments(parts))
+        return self.decomposed(self.server.begin(parts))
 
     def decomposed(self, server: Tree) -> Tree:
         """The server's weights with their leading factors, of which every client gets as many columns as it can use."""
@@ -199,7 +196,7 @@ class Reconstructing(Factored):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         """The mean of the full weights, or a step towards it, factorised anew."""
-        return self.decomposed(self.stepped(server, round.mean))
+        return self.decomposed(self.server.step(server, round.mean))
 
     def size(self, server: Tree) -> float:
         """The norm of the model."""

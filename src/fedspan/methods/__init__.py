@@ -6,7 +6,7 @@ from typing import Any
 
 from fedspan.errors import ConfigError, nearest
 from fedspan.method import Method
-from fedspan.method.fields import build_dataclass
+from fedspan.method.fields import build
 from fedspan.methods.amht_lrs import AmhtLrs
 from fedspan.methods.apfl import Apfl
 from fedspan.methods.cfl import Cfl
@@ -107,7 +107,7 @@ def make(name: str, **fields: Any) -> Method:
     """
     if name not in METHODS:
         raise ConfigError(f"Method: unknown method '{name}'.{nearest(name, METHODS)}")
-    return build_dataclass(METHODS[name], fields, f"Method {name}")
+    return build(METHODS[name], fields, f"Method {name}")
 
 
 def name_of(method: Method) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +15,25 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import All, Amount, Batch, Batches
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
-from fedspan.method import Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method import (
+    About,
+    Adapts,
+    Averaging,
+    Capacity,
+    ClientInfo,
+    Down,
+    Federation,
+    Observed,
+    Round,
+    Sent,
+    Visit,
+)
+from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
 from fedspan.tree import Outer, Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class AmhtLrs(Averaging):
+class AmhtLrs(Averaging, Adapts, Observed):
     """AMHT-LRS. Pal et al., AISTATS 2024, Algorithm 1, without its private variant.
 
     Symbols: U [d, r] orthonormal = the shared subspace, w [r] = coefficients, b [d] = at most `sparsity` entries of a
@@ -39,30 +52,23 @@ class AmhtLrs(Averaging):
     the entries holds whatever it is.
     """
 
-    family: ClassVar[str] = "pfl-mf"
-    reference: ClassVar[str] = "Pal et al., AISTATS 2024"
+    about = About(family="pfl-mf", reference="Pal et al., AISTATS 2024")
+
     weighting: Literal["samples", "uniform"] = "uniform"
-    rank: int = 4
-    sparsity: int = 10
-    b_steps: int = 5
-    threshold: float = 0.1
-    shrink: float = 0.5
-    w_steps: int = 10
+    rank: AtLeast1 = 4
+    sparsity: Count = 10
+    b_steps: Count = 5
+    threshold: NonNegative = 0.1
+    shrink: Positive = 0.5
+    w_steps: Count = 10
     u_update: Literal["solve", "gradient"] = "solve"
-    lr_w: float = 1.0
-    lr_b: float = 1.0
-    lr_u: float = 1.0
-    ridge: float = 1e-3
+    lr_w: NonNegative = 1.0
+    lr_b: NonNegative = 1.0
+    lr_u: NonNegative = 1.0
+    ridge: Positive = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, low in (("rank", 1), ("sparsity", 0), ("b_steps", 0), ("w_steps", 0)):
-            self.count(name, low)
-        for name in ("threshold", "lr_w", "lr_b", "lr_u"):
-            self.require(name, 0.0, allow_zero=True)
-        self.require("shrink", 0.0)
-        self.require("ridge", 0.0)
-        self.one_of("u_update", "solve", "gradient")
         self.refuse_server_optimizer("the server solves for U")
         if self.private_head:
             raise ConfigError("AmhtLrs: private_head must be false, as the head is U w + b. Got true.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.sgd import gradient, is_statistic
 from fedspan.learn.task import Task
-from fedspan.method import ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method.fields import Fraction, NonNegative
 from fedspan.tree import Params, Tree
 
 
@@ -29,26 +30,21 @@ class Apfl(Sharing):
     Kept: v and alpha (and h, the private head of w if `private_head`). Sent: theta.
     """
 
-    reference: ClassVar[str] = "Deng et al., 2020"
-    alpha: float = 0.5
+    about = About(reference="Deng et al., 2020")
+
+    alpha: Fraction = 0.5
     adaptive: bool = True
     alpha_every: Literal["round", "step"] = "round"
-    alpha_decay: float = 0.0
-    lr_alpha: float | None = None
+    alpha_decay: NonNegative = 0.0
+    lr_alpha: NonNegative | None = None
     mix: Literal["params", "logits"] = "params"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fraction("alpha")
-        self.one_of("alpha_every", "round", "step")
-        self.require("alpha_decay", 0.0, allow_zero=True)
-        if self.lr_alpha is not None:
-            self.require("lr_alpha", 0.0, allow_zero=True)
-        self.one_of("mix", "params", "logits")
-        if self.adaptive and self.alpha_every == "step" and (self.momentum or self.optimizer != "sgd"):
+        if self.adaptive and self.alpha_every == "step" and (self.optimizer.momentum or self.optimizer.rule != "sgd"):
             raise ConfigError(
                 "Apfl: alpha_every must be 'round' with momentum or 'adamw', which carry state from step to step."
-                f" Got 'step' with momentum {self.momentum:g} and optimizer '{self.optimizer}'."
+                f" Got 'step' with momentum {self.optimizer.momentum:g} and optimizer '{self.optimizer.rule}'."
             )
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:

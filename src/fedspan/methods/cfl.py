@@ -13,12 +13,13 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Down, Federation, Observed, Round, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1, Count, Decay
 from fedspan.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cfl(Sharing):
+class Cfl(Sharing, Observed):
     """Clustered federated learning. Sattler et al., IEEE TNNLS 2021.
 
     Symbols: theta = models stacked over clusters, cluster = the cluster of each client, delta = Δθ_k = the last update
@@ -32,14 +33,15 @@ class Cfl(Sharing):
     `private_head`. Sent: delta, each client's own.
     """
 
-    reference: ClassVar[str] = "Sattler et al., IEEE TNNLS 2021"
+    about = About(reference="Sattler et al., IEEE TNNLS 2021")
+
     local_stats: ClassVar[bool] = False
     weighting: Literal["samples", "uniform"] = "uniform"
     eps_1: float | Literal["auto"] = "auto"
     eps_2: float | Literal["auto"] = "auto"
-    gamma_max: float | None = None
-    min_size: int = 2
-    start_round: int = 20
+    gamma_max: Decay | None = None
+    min_size: AtLeast1 = 2
+    start_round: Count = 20
     linkage: Literal["complete", "single"] = "complete"
 
     def __post_init__(self) -> None:
@@ -48,16 +50,11 @@ class Cfl(Sharing):
             value = getattr(self, name)
             if value != "auto" and not value >= 0:  # infinity is allowed: it says never (eps_2) or always (eps_1)
                 raise ConfigError(f"Cfl: {name} must be a number >= 0 or 'auto'. Got {value!r}.")
-        if self.gamma_max is not None:
-            self.require("gamma_max", 0.0, 1.0, allow_zero=True)
-        self.count("min_size", 1)
-        self.count("start_round")
-        self.one_of("linkage", "complete", "single")
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         theta, n = super().init_server(task, federation)["theta"], federation.clients
         return {
-            **self.with_moments({"theta": tree.map(lambda x: x[None].clone(), theta)}, 1),
+            **self.server.begin({"theta": tree.map(lambda x: x[None].clone(), theta)}, 1),
             "delta": tree.map(lambda x: x.new_zeros(n, *x.shape), theta),
             "cluster": torch.zeros(n, dtype=torch.int64),
             "seen": torch.zeros(n, dtype=torch.bool),
@@ -105,7 +102,9 @@ class Cfl(Sharing):
                     cluster = cluster.index_fill(0, torch.tensor([k]), self._nearest(S[k], cluster, heard, len(parent)))
         live = torch.zeros(len(parent), dtype=torch.bool).index_fill(0, moved, True)
         return {
-            **self.stepped(models, {"theta": tree.add(theta, step)}, live),  # θ_c ← θ_c + mean of Δθ_k of its members
+            **self.server.step(
+                models, {"theta": tree.add(theta, step)}, live
+            ),  # θ_c ← θ_c + mean of Δθ_k of its members
             "delta": delta,
             "cluster": cluster,
             "seen": seen,

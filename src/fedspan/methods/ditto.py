@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
 
@@ -23,17 +23,11 @@ class Ditto(Sharing):
     the global model if `private_head`). Sent: theta.
     """
 
-    reference: ClassVar[str] = "Li et al., ICML 2021"
-    lam: float = 1.0
-    personal_epochs: int = 1
-    lr_personal: float | None = None
+    about = About(reference="Li et al., ICML 2021")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("lam", 0.0, allow_zero=True)
-        self.count("personal_epochs")
-        if self.lr_personal is not None:
-            self.require("lr_personal", 0.0, allow_zero=True)
+    lam: NonNegative = 1.0
+    personal_epochs: Count = 1
+    lr_personal: NonNegative | None = None
 
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "personal": Epochs(self.personal_epochs)}
@@ -48,7 +42,7 @@ class Ditto(Sharing):
 
         def near(v: Params, batch: Batch) -> Tensor:
             far = sum((v[k] - w[k]).square().sum() for k in pulled)
-            return task.loss(v, batch) + self.lam / 2 * far * batch.live  # h_k(v; w^t), eq. (Ditto)
+            return task.loss(v, batch) + self.lam / 2 * far  # h_k(v; w^t), eq. (Ditto)
 
         v = self.fit(near, client["v"], visit["personal"], self.lr_personal)
         return {"h": h, "v": v}, Sent(weight=self.weigh(visit), mean={"theta": theta})

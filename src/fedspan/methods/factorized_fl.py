@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError, nearest
 from fedspan.layers import (
-    LAYOUTS,
     Factorized,
     Layout,
     MuStart,
@@ -31,7 +31,21 @@ from fedspan.learn.batches import Batch
 from fedspan.learn.sgd import Loss, Prox, sgd_from
 from fedspan.learn.task import Task
 from fedspan.linalg.similarity import cosine, leading, neighbours, softmax_weights
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import (
+    About,
+    Capacity,
+    ClientInfo,
+    Coded,
+    Converts,
+    Down,
+    Federation,
+    Observed,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+)
+from fedspan.method.fields import AtLeast1, NonNegative, Share
 from fedspan.randomness import generator
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Sparse
@@ -50,7 +64,7 @@ TAGS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactorizedFL(Sharing):
+class FactorizedFL(Sharing, Converts, Coded, Observed):
     """Factorized-FL α. Jeong and Hwang, NeurIPS 2022, Section 4 and eq. (1) to (6).
 
     Symbols: u [rows, γ] = base filter, v [γ, columns] = coefficients, mu = sparse correction μ, b = biases and norms'
@@ -65,57 +79,44 @@ class FactorizedFL(Sharing):
     The server's state `seen` holds the cosines (sigma) and how often each client was averaged into each (matched).
     """
 
-    family: ClassVar[str] = "factorized-fl"
-    reference: ClassVar[str] = "Jeong and Hwang, NeurIPS 2022"
+    about = About(
+        family="factorized-fl",
+        reference="Jeong and Hwang, NeurIPS 2022",
+        secure_sum=lambda m: "with mu = false" if m.mu and "mu" in TAGS[m.shared] else "yes",
+    )
 
     private_head: bool = True
     shared: Parts = "u"
     matching: Matching = "similarity"
     likeness_of: Literal["v", "change"] = "v"
-    tau: float = 0.95
-    epsilon: float = 20.0
-    m_min: int = 4
-    partners: int = 3
+    tau: Annotated[float, Ge(-1)] = 0.95
+    epsilon: NonNegative = 20.0
+    m_min: AtLeast1 = 4
+    partners: AtLeast1 = 3
     newcomer: Literal["mean", "start"] = "mean"
-    gamma: int = 1
-    lam: float = 5e-4
+    gamma: AtLeast1 = 1
+    lam: NonNegative = 5e-4
     penalty: Literal["prox", "subgradient", "none"] = "prox"
     mu: bool = True
     mu_start: MuStart = "zeros"
     eval_prune: bool = False
     layers: Which = "all"
     layout: Layout = "space_by_channel"
-    min_u_dim: int = 1
+    min_u_dim: AtLeast1 = 1
     likeness_layer: str | None = None
     gauge: bool = False
     keep_momentum: bool = False
-    down_threshold: float = 0.0
-    down_share: float = 1.0
+    down_threshold: NonNegative = 0.0
+    down_share: Share = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.one_of("shared", *TAGS)
-        self.one_of("matching", "similarity", "random", "worst", "none")
-        self.one_of("likeness_of", "v", "change")
-        self.one_of("newcomer", "mean", "start")
-        self.one_of("penalty", "prox", "subgradient", "none")
-        self.one_of("mu_start", "zeros", "xavier", "dense")
-        self.one_of("layout", *LAYOUTS)
         if self.matching != "none" or self.shared == "nothing":
             self.refuse_server_optimizer("no one average is made of what clients send")
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body")
-        self.require("tau", -1.0, allow_zero=True)
-        for name in ("epsilon", "lam", "down_threshold"):
-            self.require(name, 0.0, allow_zero=True)
-        for name in ("m_min", "partners", "gamma", "min_u_dim"):
-            self.count(name, 1)
-        self.require("down_share", 0.0)
-        if self.down_share > 1.0:
-            raise ConfigError(f"{type(self).__name__}: down_share must be at most 1. Got {self.down_share!r}.")
-        if self.keep_momentum and not self.momentum:
+        if self.keep_momentum and not self.optimizer.momentum:
             raise ConfigError(
-                f"{type(self).__name__}: keep_momentum needs momentum > 0 (and sgd). Got momentum {self.momentum}."
+                f"{type(self).__name__}: keep_momentum needs momentum > 0 (and sgd). Got momentum"
+                f" {self.optimizer.momentum}."
             )
         if self.keep_momentum and self.gauge:
             raise ConfigError(
@@ -182,11 +183,6 @@ class FactorizedFL(Sharing):
         h: Params = client["h"]
         return h | tree.merge(down)
 
-    @property
-    def secure_sum(self) -> str:
-        # Sent as its non-zeros, μ shows where they are.
-        return "with mu = false" if self.mu and "mu" in TAGS[self.shared] else "yes"
-
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"mu": Sparse()}
 
@@ -214,8 +210,8 @@ class FactorizedFL(Sharing):
                 client["velocity"],
                 visit["train"],
                 self.lr,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
+                momentum=self.optimizer.momentum,
+                weight_decay=self.optimizer.weight_decay,
                 prox=prox,
             )
         else:
@@ -237,8 +233,7 @@ class FactorizedFL(Sharing):
 
         def sparse(params: Params, batch: Batch) -> Tensor:
             size = sum(params[k].abs().sum() for k in mus)
-            # An empty slot in a mapped run is no step: the penalty must vanish with the batch.
-            return task.loss(params, batch) + self.lam * size * batch.live  # eq. (6)
+            return task.loss(params, batch) + self.lam * size  # eq. (6)
 
         return sparse
 
@@ -247,7 +242,7 @@ class FactorizedFL(Sharing):
         if self.penalty != "prox":
             return {}
         # With momentum a lasting gradient moves a weight by lr / (1 − momentum) a step; so must the penalty.
-        t = self.lr * self.lam / (1 - self.momentum)
+        t = self.lr * self.lam / (1 - self.optimizer.momentum)
 
         def soft(x: Tensor) -> Tensor:
             return torch.where(x.abs() > t, x - t * x.sign(), torch.zeros_like(x))
@@ -271,7 +266,7 @@ class FactorizedFL(Sharing):
         start = self.begin(task)
         parts, _ = self.apart(task, start)
         if not self.personal_average:
-            return self.with_moments(parts)
+            return self.server.begin(parts)
         z, n = self.likeness(task), federation.clients
         seen = {
             "n": torch.zeros(n, dtype=start[z].dtype),  # weight of the last upload, 0 before the first
@@ -291,7 +286,7 @@ class FactorizedFL(Sharing):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         if not self.personal_average:
-            return self.stepped(server, round.mean)  # Σ n_k/n of u, v and μ: Factorized-FedAvg
+            return self.server.step(server, round.mean)  # Σ n_k/n of u, v and μ: Factorized-FedAvg
         parts = tree.put({k: server[k] for k in round.each}, round.ids, round.each)
         seen = dict(server["seen"])
         seen["n"] = seen["n"].index_copy(0, round.ids, round.weights.to(seen["n"].dtype))

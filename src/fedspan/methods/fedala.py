@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.learn.batches import Amount, Batch, Batches, Epochs, Share
+from fedspan.learn.batches import Amount, Batch, Batches, Epochs, Portion
 from fedspan.learn.sgd import gradient_and_value
 from fedspan.learn.task import Task
-from fedspan.method import ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1, Count, Fraction, NonNegative
 from fedspan.tree import Params, Tree
 
 _LOSSES = 10  # how many passes must agree before the first blend counts as settled
@@ -31,20 +31,13 @@ class FedAla(Sharing):
     head if `private_head`). Sent: theta.
     """
 
-    reference: ClassVar[str] = "Zhang et al., AAAI 2023"
-    top: int = 2
-    lr_a: float = 1.0
-    share: float = 0.8
-    threshold: float = 0.1
-    start_passes: int = 20
+    about = About(reference="Zhang et al., AAAI 2023")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("top")
-        self.require("lr_a", 0.0, allow_zero=True)
-        self.fraction("share")
-        self.require("threshold", 0.0, allow_zero=True)
-        self.count("start_passes", 1)
+    top: Count = 2
+    lr_a: NonNegative = 1.0
+    share: Fraction = 0.8
+    threshold: NonNegative = 0.1
+    start_passes: AtLeast1 = 20
 
     def blended(self, task: Task, theta: Params) -> list[str]:
         """Names of the last `top` shared parameter tensors."""
@@ -52,10 +45,10 @@ class FedAla(Sharing):
         return names[len(names) - min(self.top, len(names)) :]
 
     def plan(self) -> Mapping[str, Amount]:
-        return {"train": Epochs(), "blend": Share(self.share)}
+        return {"train": Epochs(), "blend": Portion(self.share)}
 
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
-        return {**super().personal_plan(task), "blend": Share(self.share)}
+        return {**super().personal_plan(task), "blend": Portion(self.share)}
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         theta, h = self.split(task, task.init())

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Batches, Epochs
-from fedspan.learn.server_optimizer import Rule
+from fedspan.learn.server_optimizer import ServerOptimizer
 from fedspan.learn.task import Task
-from fedspan.method import ClientInfo, Layered, Sent, Visit
+from fedspan.method import About, ClientInfo, Sent, Sharing, Visit, named_layers
+from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedSim(Layered):
+class FedSim(Sharing):
     """FedSim. Pillutla et al., ICML 2022.
 
     Symbols: theta = shared parameters u, h = personal parameters v_i: the head, or the parameters whose names start
@@ -26,19 +27,17 @@ class FedSim(Layered):
     corrected, as in published code. Kept: h. Sent: theta.
     """
 
-    reference: ClassVar[str] = "Pillutla et al., ICML 2022"
-    sgd_momentum: ClassVar[float] = 0.0
-    l2: float = 0.0
-    l2_towards: Literal["zero", "start"] = "zero"
-    server_optimizer: Rule = "sgd"
-    server_beta2: float = 0.999
-    server_epsilon: float = 1e-8
-    server_corrected: bool = True
+    about = About(reference="Pillutla et al., ICML 2022")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("l2", 0.0, allow_zero=True)
-        self.one_of("l2_towards", "zero", "start")
+    l2: NonNegative = 0.0
+    l2_towards: Literal["zero", "start"] = "zero"
+    server: ServerOptimizer = ServerOptimizer(rule="sgd", beta2=0.999, epsilon=1e-8, corrected=True, sgd_momentum=0.0)
+    private_head: bool = True
+    personal_layers: tuple[str, ...] = ()
+
+    def private(self, task: Task) -> list[str]:
+        """The head, or the layers named."""
+        return named_layers(self, task, self.personal_layers) if self.personal_layers else super().private(task)
 
     def objective(self, task: Task, params: Params, batch: Batch) -> Tensor:
         """The loss with the pull on v."""
@@ -47,8 +46,7 @@ class FedSim(Layered):
             return loss
         v = tree.select(params, self.private(task))
         origin = task.init() if self.l2_towards == "start" else tree.zeros_like(v)
-        # An empty slot in a mapped run is no step: the pull must vanish with the batch.
-        return loss + self.l2 / 2 * sum((a - origin[k]).square().sum() for k, a in v.items()) * batch.live
+        return loss + self.l2 / 2 * sum((a - origin[k]).square().sum() for k, a in v.items())
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         both = self.fit(lambda p, b: self.objective(task, p, b), down["theta"] | client["h"], visit["train"])
@@ -65,17 +63,10 @@ class FedAlt(FedSim):
     start in every round, and is fitted again whenever the model is used. Kept: h. Sent: theta.
     """
 
-    v_epochs: int = 1
-    u_epochs: int | None = None
-    v_steps: int | None = None
+    v_epochs: Count = 1
+    u_epochs: Count | None = None
+    v_steps: Count | None = None
     stateful: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("v_epochs")
-        for name in ("u_epochs", "v_steps"):
-            if getattr(self, name) is not None:
-                self.count(name)
 
     def plan(self) -> Mapping[str, Amount]:
         return {"v": Epochs(self.v_epochs), "u": Epochs(self.u_epochs)}

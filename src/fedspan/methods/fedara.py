@@ -19,14 +19,15 @@ from fedspan.learn.class_features import class_matrix, class_means
 from fedspan.learn.sgd import Loss
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Capacity, ClientInfo, Federation, Round, Sent, Visit
+from fedspan.method import About, Capacity, ClientInfo, Federation, Observed, Ranked, Round, Sent, Visit
 from fedspan.method.factored import Reconstructing, factors, layer_of
+from fedspan.method.fields import AtLeast1, NonNegative, Share
 from fedspan.method.levels import LEVELS
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAra(Reconstructing):
+class FedAra(Reconstructing, Ranked, Observed):
     """FedARA. CVPR 2026; read from a summary without its displayed formulas, see docs/methods/fedara.md.
 
     Symbols: W and theta = ω, the extractor, full on the server; U, V = its factors at a client's rank ratio r_k; h =
@@ -49,10 +50,9 @@ class FedAra(Reconstructing):
     Kept: h. Sent: theta (what is not decomposed), and U and V, or W; `step` (−1, 0 or 1) if ranks adapt.
     """
 
-    family: ClassVar[str] = "fedara"
-    reference: ClassVar[str] = "FedARA, CVPR 2026"
+    about = About(family="fedara", reference="FedARA, CVPR 2026", needs_classes=True)
+
     local_stats: ClassVar[bool] = True
-    needs_classes: ClassVar[bool] = True
 
     private_head: bool = True
     layers: Literal["all", "body", "large", "main"] | tuple[str, ...] = "main"
@@ -60,16 +60,16 @@ class FedAra(Reconstructing):
     ratio: float | str | tuple[float, ...] = 1.0
     rank_rule: Literal["min_dim", "out_channels"] = "min_dim"
     allow_larger: bool = False
-    lam: float = 10.0
-    warmup: int = 10
+    lam: NonNegative = 10.0
+    warmup: AtLeast1 = 10
     fac_reduction: Literal["mse", "sum"] = "mse"
-    rho: float = 1e-3
+    rho: NonNegative = 1e-3
     rho_rule: Literal["half", "whole"] = "half"
     aggregate: Literal["models", "changes"] = "models"
     watch: bool = False
-    adapt_energy: float = 1.0
+    adapt_energy: Share = 1.0
     adapt_ratios: tuple[float, ...] = (0.5, 0.25, 0.1, 0.05)
-    adapt_every: int = 1
+    adapt_every: AtLeast1 = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,15 +78,6 @@ class FedAra(Reconstructing):
             raise ConfigError(f"{who}: ratio must be numbers or a list of levels.{nearest(self.ratio, LEVELS)}")
         if not self.ratios or not all(map(_is_ratio, self.ratios)):
             raise ConfigError(f"{who}: ratio must be one or more numbers in (0, 1]. Got {self.ratio!r}.")
-        self.one_of("rank_rule", "min_dim", "out_channels")
-        self.require("lam", 0.0, allow_zero=True)
-        self.count("warmup", 1)
-        self.one_of("fac_reduction", "mse", "sum")
-        self.require("rho", 0.0, allow_zero=True)
-        self.one_of("rho_rule", "half", "whole")
-        self.one_of("aggregate", "models", "changes")
-        if not _is_ratio(self.adapt_energy):
-            raise ConfigError(f"{who}: adapt_energy must be a number in (0, 1]. Got {self.adapt_energy!r}.")
         if not self.adapt_ratios or not all(map(_is_ratio, self.adapt_ratios)):
             raise ConfigError(f"{who}: adapt_ratios must be one or more numbers in (0, 1]. Got {self.adapt_ratios!r}.")
         if self.adapts and min(self.adapt_ratios) >= max(self.ratios):
@@ -94,7 +85,6 @@ class FedAra(Reconstructing):
                 f"{who}: adapt_ratios must hold one below the largest ratio, {max(self.ratios):g}, for ranks to adapt."
                 f" Got {self.adapt_ratios!r}."
             )
-        self.count("adapt_every", 1)
 
     # ------------------------------------------------------------------------------------------------ capacities
 
@@ -190,7 +180,7 @@ class FedAra(Reconstructing):
         return self.lam * min(1.0, (round - 1) / self.warmup)
 
     def decays(self) -> tuple[float, float]:
-        return self.rho * (1 if self.rho_rule == "half" else 2), self.weight_decay
+        return self.rho * (1 if self.rho_rule == "half" else 2), self.optimizer.weight_decay
 
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "all": All()} if self.lam or self.watch else {"train": Epochs()}
@@ -203,7 +193,7 @@ class FedAra(Reconstructing):
         start, lam = self.whole(client, down), self.strength(int(visit.round))
         a = self.anchors(task, start, visit["all"]) if lam or self.watch else None
         loss = self.aligned(task, a, lam) if a is not None and lam else task.loss
-        new = self.descend(task, start, visit["train"], self.rate(visit), loss)
+        new = self.descend(task, start, visit["train"], self.schedule.rate(self.lr, int(visit.round)), loss)
         parts, h = self.apart(task, new)
         seen = {"gap": self.gap(task, new, a, visit["all"])} if self.watch and a is not None else {}
         each = {"step": self.step(down, parts, visit)} if self.adapts else {}
@@ -292,7 +282,7 @@ class FedAra(Reconstructing):
         mean = round.mean
         if self.aggregate == "changes":
             mean = {k: tree.add(server[k], part) for k, part in mean.items()}
-        new = self.decomposed(self.stepped(server, mean))
+        new = self.decomposed(self.server.step(server, mean))
         return {**new, "level": self.moved(server["level"], round)} if self.adapts else new
 
     def moved(self, level: Tensor, round: Round) -> Tensor:

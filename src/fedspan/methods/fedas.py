@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs
 from fedspan.learn.class_features import class_matrix, class_means, members
 from fedspan.learn.sgd import gradient, sgd
 from fedspan.learn.task import Task
-from fedspan.method import ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method.bases import weight_by_field
+from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
 
@@ -32,27 +34,18 @@ class FedAs(Sharing):
     the trace as its weight.
     """
 
-    reference: ClassVar[str] = "Yang et al., CVPR 2024"
-    needs_classes: ClassVar[bool] = True
+    about = About(
+        reference="Yang et al., CVPR 2024",
+        needs_classes=True,
+        weight=lambda m: "own" if m.fisher else weight_by_field(m),
+        weight_bound=math.inf,  # a trace has no natural bound; one that is not finite stops the run
+    )
+
     private_head: bool = True
     fisher: bool = True
     align: Literal["class-mean", "example"] = "class-mean"
-    align_epochs: int = 1
-    lr_align: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.one_of("align", "class-mean", "example")
-        self.count("align_epochs")
-        self.require("lr_align", 0.0, allow_zero=True)
-
-    @property
-    def weight(self) -> Literal["samples", "one", "own"]:
-        return "own" if self.fisher else super().weight
-
-    @property
-    def weight_bound(self) -> float:
-        return math.inf  # a trace has no natural bound; one that is not finite stops the run
+    align_epochs: Count = 1
+    lr_align: NonNegative = 0.01
 
     def plan(self) -> Mapping[str, Amount]:
         return {"align": Epochs(self.align_epochs), "train": Epochs(), "all": All()}

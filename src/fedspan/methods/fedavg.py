@@ -10,7 +10,8 @@ from torch import Tensor
 from fedspan.learn.batches import Batch
 from fedspan.learn.sgd import Loss
 from fedspan.learn.task import Task
-from fedspan.method import Sent, Sharing, Visit
+from fedspan.method import About, Sent, Sharing, Visit
+from fedspan.method.fields import NonNegative
 from fedspan.tree import Params, Tree
 
 
@@ -22,7 +23,8 @@ class FedAvg(Sharing):
     Kept: h. Sent: theta. Running statistics of batch normalisation are averaged with the parameters.
     """
 
-    reference: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    about = About(reference="McMahan et al., AISTATS 2017")
+
     local_stats: ClassVar[bool] = False
 
     def objective(self, task: Task, start: Params) -> Loss:
@@ -42,12 +44,9 @@ class FedProx(FedAvg):
     FedAvg whose clients minimise F_k(w) + μ/2 ‖w − w^t‖² on the shared parameters. Kept and sent as in FedAvg.
     """
 
-    reference: ClassVar[str] = "Li et al., MLSys 2020"
-    mu: float = 0.01
+    about = About(reference="Li et al., MLSys 2020")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("mu", 0.0, allow_zero=True)
+    mu: NonNegative = 0.01
 
     def objective(self, task: Task, start: Params) -> Loss:
         """The loss with the proximal term."""
@@ -55,7 +54,6 @@ class FedProx(FedAvg):
 
         def h_k(theta: Params, batch: Batch) -> Tensor:
             far = sum((theta[k] - start[k]).square().sum() for k in names)
-            # An empty slot in a mapped run is no step: the pull towards the start must vanish with the batch.
-            return task.loss(theta, batch) + self.mu / 2 * far * batch.live  # h_k(w; w^t), eq. (2)
+            return task.loss(theta, batch) + self.mu / 2 * far  # h_k(w; w^t), eq. (2)
 
         return h_k

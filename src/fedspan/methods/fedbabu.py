@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import Sent, Sharing, Visit
+from fedspan.method import About, Sent, Sharing, Visit
+from fedspan.method.fields import Count
 from fedspan.tree import Params, Tree
 
 
@@ -22,14 +23,10 @@ class FedBabu(Sharing):
     used and thrown away. Kept: running statistics only. Sent: theta.
     """
 
-    reference: ClassVar[str] = "Oh et al., ICLR 2022"
-    finetune_epochs: int = 5
-    finetune: Literal["all", "head", "body"] = "all"
+    about = About(reference="Oh et al., ICLR 2022")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("finetune_epochs")
-        self.one_of("finetune", "all", "head", "body")
+    finetune_epochs: Count = 5
+    finetune: Literal["all", "head", "body"] = "all"
 
     def private(self, task: Task) -> list[str]:
         """The head is never sent."""

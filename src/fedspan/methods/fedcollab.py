@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
 from torch import Tensor
 
 from fedspan import tree
@@ -17,13 +18,26 @@ from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix, members
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import (
+    About,
+    Announces,
+    Capacity,
+    ClientInfo,
+    Down,
+    Federation,
+    Observed,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+)
+from fedspan.method.fields import AtLeast1, NonNegative
 from fedspan.randomness import fold, generator, key, normal
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedCollab(Sharing):
+class FedCollab(Sharing, Announces, Observed):
     """FedCollab. Bao et al., ICML 2023, with FedAvg inside the coalitions.
 
     Symbols: D = discriminators of all pairs of clients, d = distances d_ij, coalition = the coalition of each client,
@@ -40,20 +54,13 @@ class FedCollab(Sharing):
     There a held-out part can be used for the shares; here they are those of the training examples, its default.
     """
 
-    reference: ClassVar[str] = "Bao et al., ICML 2023"
-    needs_classes: ClassVar[bool] = True
-    local_stats: ClassVar[bool] = False
-    distance_rounds: int = 10
-    distance_hidden: int = 200
-    lr_distance: float = 0.1
-    weight_of_samples: float = 8.0
+    about = About(reference="Bao et al., ICML 2023", needs_classes=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("distance_rounds", 2)
-        self.count("distance_hidden", 1)
-        self.require("lr_distance", 0.0, allow_zero=True)
-        self.require("weight_of_samples", 0.0, allow_zero=True)
+    local_stats: ClassVar[bool] = False
+    distance_rounds: Annotated[int, Ge(2)] = 10
+    distance_hidden: AtLeast1 = 200
+    lr_distance: NonNegative = 0.1
+    weight_of_samples: NonNegative = 8.0
 
     def common(self, task: Task, federation: Federation) -> Tree:
         return {"key": key(federation.seed, "discriminator")}
@@ -71,7 +78,7 @@ class FedCollab(Sharing):
         class_matrix(task, "FedCollab")
         theta, _ = self.split(task, task.init())
         return {
-            **self.with_moments({"theta": tree.map(lambda a: a[None].clone(), theta)}, 1),
+            **self.server.begin({"theta": tree.map(lambda a: a[None].clone(), theta)}, 1),
             "coalition": torch.zeros(n, dtype=torch.int64),
             "n": torch.zeros(n, dtype=torch.float64),
             "d": torch.eye(n, dtype=torch.float64) - 1,  # −1: not known
@@ -128,7 +135,7 @@ class FedCollab(Sharing):
         here, models = server["coalition"][round.ids], int(server["coalition"].max()) + 1
         theta = cluster_mean(round.each["theta"], round.weights, here, models, server["theta"])
         live = torch.zeros(models, dtype=torch.bool).index_fill(0, here, True)
-        return {**server, **self.stepped(server, {"theta": theta}, live)}
+        return {**server, **self.server.step(server, {"theta": theta}, live)}
 
     def _learn(self, server: Tree, round: Round) -> Tree:
         """Means over both members of each pair, and the distances they show."""
@@ -155,7 +162,7 @@ class FedCollab(Sharing):
         count = int(coalition.max()) + 1
         models = {"theta": tree.map(lambda a: a[:1].expand(count, *a.shape[1:]).clone(), server["theta"])}
         left = {k: v for k, v in server.items() if k not in ("D", "optimizer")}
-        return {**left, **self.with_moments(models, count), "coalition": coalition, "settled": torch.tensor(True)}
+        return {**left, **self.server.begin(models, count), "coalition": coalition, "settled": torch.tensor(True)}
 
     def bound(self, d: Tensor, n: Tensor, coalition: Tensor) -> float:
         """The mean over clients of C/√(examples of its coalition) + Σ_j (n_j/examples) d_ij."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Gt, Lt
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batches, Epochs, Validation
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Observed, Round, Sent, Sharing, Visit
+from fedspan.method.fields import Count, Fraction, NonNegative
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedFomo(Sharing):
+class FedFomo(Sharing, Observed):
     """FedFOMO. Zhang et al., ICLR 2021.
 
     Symbols: theta = the client's model θ_k (on the server: every client's last upload), P = affinities, w = weights of
@@ -29,20 +31,17 @@ class FedFomo(Sharing):
     Kept: theta (and h, the private head if `private_head`). Sent: theta and w. Clients see each other's models.
     """
 
-    reference: ClassVar[str] = "Zhang et al., ICLR 2021"
+    about = About(reference="Zhang et al., ICLR 2021")
+
     weighting: Literal["samples", "uniform"] = "uniform"
-    models: int = 5
-    validation: float = 0.2
-    epsilon: float = 0.3
-    epsilon_decay: float = 0.05
+    models: Count = 5
+    validation: Annotated[float, Gt(0), Lt(1)] = 0.2
+    epsilon: Fraction = 0.3
+    epsilon_decay: NonNegative = 0.05
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_server_optimizer("clients mix the models themselves")
-        self.count("models")
-        self.require("validation", 0.0, 1.0)
-        self.fraction("epsilon")
-        self.require("epsilon_decay", 0.0, allow_zero=True)
 
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "validation": Validation(self.validation)}

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.layers import Plain
+from fedspan.layers import Plain, Which
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Capacity, Round, Visit
+from fedspan.method import About, Capacity, Coded, Converts, Ranked, Round, Visit
+from fedspan.method.bases import weight_by_field
 from fedspan.method.factored import Factored, Reconstructing, Truncating, factors
+from fedspan.method.fields import Fraction, Positive
 from fedspan.tree import Tree
 from fedspan.wire import Codec, Energy
 
@@ -29,14 +32,14 @@ class Shrunk(Factored):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.frobenius and self.weight_decay and self.optimizer == "adamw":
+        if self.frobenius and self.optimizer.weight_decay and self.optimizer.rule == "adamw":
             raise ConfigError(
                 f"{type(self).__name__}: optimizer must be 'sgd' with weight_decay and frobenius. Got 'adamw'; set"
                 " frobenius to false."
             )
 
     def decays(self) -> tuple[float, float]:
-        return (self.weight_decay, self.weight_decay) if self.frobenius else (0.0, 0.0)
+        return (self.optimizer.weight_decay, self.optimizer.weight_decay) if self.frobenius else (0.0, 0.0)
 
     def rank_of(self, shape: Sequence[int], rho: float) -> int:
         """r of a layer: its outputs shrunk by ρ, within what its matrix can have."""
@@ -44,7 +47,7 @@ class Shrunk(Factored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedHM(Reconstructing, Shrunk):
+class FedHM(Reconstructing, Shrunk, Ranked):
     """FedHM. Yao et al., 2021; homogeneous, or with a rank for every client.
 
     The server holds full weights W and sends client k their best factors of rank r = outputs/ρ_k, U = P √Σ and V = Q √Σ
@@ -58,32 +61,27 @@ class FedHM(Reconstructing, Shrunk):
     "layer4"]. It also masks classes a client has not seen, without renormalising; that is left out.
     """
 
-    reference: ClassVar[str] = "Yao et al., 2021"
+    about = About(
+        reference="Yao et al., 2021",
+        secure_sum=lambda m: "no" if max(m.rhos) > 1 else "yes",  # the server multiplies each client's factors
+        weight=lambda m: weight_by_field(m) if m.temperature is None else "own",
+    )
+
     weighting: Literal["samples", "uniform"] = "uniform"
     rho: float | tuple[float, ...] = 2.0
     keep_full_rank_history: bool = False
-    temperature: float | None = None
+    temperature: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ok = [isinstance(r, int | float) and not isinstance(r, bool) and 1 <= r < math.inf for r in self.rhos]
         if not ok or not all(ok):
             raise ConfigError(f"{type(self).__name__}: rho must be one or more finite numbers >= 1. Got {self.rho!r}.")
-        if self.temperature is not None:
-            self.require("temperature", 0.0)
 
     @property
     def rhos(self) -> tuple[float, ...]:
         """ρ of the clients, in turn."""
         return self.rho if isinstance(self.rho, tuple) else (self.rho,)
-
-    @property
-    def weight(self) -> Literal["samples", "one", "own"]:
-        return super().weight if self.temperature is None else "own"
-
-    @property
-    def secure_sum(self) -> str:
-        return "no" if max(self.rhos) > 1 else "yes"  # the server multiplies each client's factors
 
     def weigh(self, visit: Visit) -> Tensor:
         if self.temperature is None:
@@ -121,11 +119,11 @@ class FedHM(Reconstructing, Shrunk):
             # One more member, of average weight: what small ranks cannot carry is not lost at once.
             share = float(round.weights.mean() / (round.weights.sum() + round.weights.mean()))
             mean = tree.map(lambda a, b: (1 - share) * a + share * b, mean, {k: server[k] for k in mean})
-        return self.decomposed(self.stepped(server, mean))
+        return self.decomposed(self.server.step(server, mean))
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedLMT(Shrunk):
+class FedLMT(Shrunk, Converts):
     """FedLMT. Liu et al., ICML 2024: FedAvg of a model whose layers are U Vᵀ from the start.
 
     U and V are averaged each for itself. They start as the best factors of the usual start, of rank outputs/ρ, with
@@ -133,12 +131,9 @@ class FedLMT(Shrunk):
     private head, if any. Sent: theta (what is not factorised, running statistics included), U and V.
     """
 
-    reference: ClassVar[str] = "Liu et al., ICML 2024"
-    rho: float = 2.0
+    about = About(reference="Liu et al., ICML 2024")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("rho", 1.0, allow_zero=True)
+    rho: Annotated[float, Ge(1)] = 2.0
 
     def size_of(self, layer: Plain) -> int:
         return factors(layer, self.rank_of(layer.weight.shape, self.rho))
@@ -148,7 +143,7 @@ class FedLMT(Shrunk):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedDLR(Truncating):
+class FedDLR(Truncating, Coded):
     """FedDLR. Qiao et al., 2021: FedAvg whose weights travel as their leading singular triples, both ways.
 
     A triple is kept until `energy` (the share of the sum of σ²) is reached; a weight for which that is no shorter
@@ -156,19 +151,17 @@ class FedDLR(Truncating):
     head, if any. Sent: theta (what is not cut, running statistics included) and W.
     """
 
-    reference: ClassVar[str] = "Qiao et al., 2021"
-    energy: float = 0.95
+    about = About(
+        reference="Qiao et al., 2021",
+        secure_sum="no",  # the server multiplies each client's triples
+    )
+
+    layers: Which = "body"
+    energy: Fraction = 0.95
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fraction("energy")
         Energy(self.energy)
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body")
-
-    @property
-    def secure_sum(self) -> str:
-        return "no"  # the server multiplies each client's triples
 
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"W": Energy(self.energy)}

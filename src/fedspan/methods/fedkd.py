@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.sgd import gradient
 from fedspan.learn.task import Task
-from fedspan.method import ClientInfo, Federation, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Coded, Federation, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1, NonNegative, Positive, Share
 from fedspan.randomness import key, uniform
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Energy
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedKd(Sharing):
+class FedKd(Sharing, Coded):
     """FedKD. Wu et al., Nature Communications 2022.
 
     Symbols: theta = the mentee, shared; v = the mentor, personal; W = the matrix that turns the mentee's features into
@@ -36,25 +36,14 @@ class FedKd(Sharing):
     none). Kept: v and W (and h, the mentee's private head if `private_head`). Sent: theta.
     """
 
-    reference: ClassVar[str] = "Wu et al., Nature Communications 2022"
-    any_model: ClassVar[bool] = True
-    needs_classes: ClassVar[bool] = True
-    weighting: Literal["samples", "uniform"] = "uniform"
-    distill: float = 1.0
-    clip: float = 10.0
-    energy_start: float = 0.95
-    energy_end: float = 0.98
-    energy_rounds: int = 100
+    about = About(reference="Wu et al., Nature Communications 2022", any_model=True, needs_classes=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("distill", 0.0, allow_zero=True)
-        self.require("clip", 0.0)
-        for name in ("energy_start", "energy_end"):
-            self.fraction(name)
-            if getattr(self, name) == 0:
-                raise ConfigError(f"FedKd: {name} must be above 0, or nothing would travel. Got 0.")
-        self.count("energy_rounds", 1)
+    weighting: Literal["samples", "uniform"] = "uniform"
+    distill: NonNegative = 1.0
+    clip: Positive = 10.0
+    energy_start: Share = 0.95
+    energy_end: Share = 0.98
+    energy_rounds: AtLeast1 = 100
 
     def energy(self, round: int) -> float:
         """The share of a matrix's energy that travels in a round."""

@@ -13,16 +13,31 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.layers import Adapter, AdapterKind, AdapterStart, Chosen, Plain, choose, convert, part, parts, structured
 from fedspan.learn.batches import Amount, Batch, Epochs
+from fedspan.learn.optimizer import Schedule
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Visit
-from fedspan.method.schedule import Annealed
+from fedspan.method import (
+    About,
+    Announces,
+    Capacity,
+    Converts,
+    Down,
+    Federation,
+    Observed,
+    Ranked,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+    named_layers,
+)
+from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
 from fedspan.randomness import fold, key
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedLoRU(Annealed):
+class FedLoRU(Sharing, Announces, Converts, Observed):
     """FedLoRU. Park and Klabjan, 2024, Algorithm 1.
 
     A weight is W + α A B. All clients hold W; A and B are trained and averaged factor by factor, and every `tau` rounds
@@ -37,14 +52,15 @@ class FedLoRU(Annealed):
     products. Moments of a server optimiser end with the factors they belong to.
     """
 
-    family: ClassVar[str] = "fedloru"
-    reference: ClassVar[str] = "Park and Klabjan, 2024"
+    about = About(family="fedloru", reference="Park and Klabjan, 2024")
+
     local_stats: ClassVar[bool] = False
 
-    rank: int = 16
-    alpha: float = 1.0
+    schedule: Schedule = Schedule()
+    rank: AtLeast1 = 16
+    alpha: Positive = 1.0
     alpha_over_r: bool = False
-    tau: int | None = 20
+    tau: AtLeast1 | None = 20
     reinit: Literal["random", "momentum", "momentum_A"] = "random"
     adapter: AdapterKind = "lora"
     start: AdapterStart = "gaussian"
@@ -54,15 +70,6 @@ class FedLoRU(Annealed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.count("rank", 1)
-        if self.tau is not None:
-            self.count("tau", 1)
-        self.one_of("reinit", "random", "momentum", "momentum_A")
-        self.one_of("adapter", *lowrank.FACTORS)
-        self.one_of("start", "gaussian", "identity")
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body", "large")
-        self.require("alpha", 0.0)
         if self.adapter != "lora" and self.freeze_A:
             raise ConfigError(f"{type(self).__name__}: freeze_A goes with adapter 'lora' only. Got {self.adapter!r}.")
 
@@ -100,7 +107,7 @@ class FedLoRU(Annealed):
 
     def private(self, task: Task) -> list[str]:
         """The head if wanted, and the layers named."""
-        named = self.named(task, self.personal_layers) if self.personal_layers else []
+        named = named_layers(self, task, self.personal_layers) if self.personal_layers else []
         return [*super().private(task), *named]
 
     def apart(self, task: Task, params: Params) -> tuple[Tree, Params]:
@@ -141,7 +148,7 @@ class FedLoRU(Annealed):
     def learn(self, task: Task, free: Params, fixed: Params, visit: Visit) -> tuple[Tree, Params]:
         """Train `free` beside what is fixed: what is sent, and what of it stays at home."""
         loss = lambda p, b: task.loss(fixed | p, b)  # f(W + α A B), eq. (6)
-        return self.apart(task, self.fit(loss, free, visit["train"], self.rate(visit)))
+        return self.apart(task, self.fit(loss, free, visit["train"], self.schedule.rate(self.lr, int(visit.round))))
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         return self.constants(visit) | self.whole(client, down)
@@ -149,7 +156,7 @@ class FedLoRU(Annealed):
     # ------------------------------------------------------------------------------------------------ the server
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
-        server = self.with_moments(self.apart(task, task.init())[0])
+        server = self.server.begin(self.apart(task, task.init())[0])
         if self.tau is not None:
             none = torch.zeros((), dtype=torch.int64)
             pair = tree.zeros_like({f: server[f] for f in self.factors})
@@ -160,7 +167,7 @@ class FedLoRU(Annealed):
         return Down(shared={k: server[k] for k in ("theta", *self.factors)})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        server = {**server, **self.stepped(server, round.mean)}  # A ← Σ p_k A^(k), B ← Σ p_k B^(k)
+        server = {**server, **self.server.step(server, round.mean)}  # A ← Σ p_k A^(k), B ← Σ p_k B^(k)
         due = self.tau is not None and round.round % self.tau == 0
         return self._accumulate(server, round.round) if due else server
 
@@ -224,7 +231,7 @@ class FedLoRA(FedLoRU):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MFedLoRU(FedLoRU):
+class MFedLoRU(FedLoRU, Ranked):
     """mFedLoRU: FedLoRU for clients of different ranks. Park and Klabjan, 2024, Algorithm 3.
 
     Client k trains A + α_A A_d A_u and B + α_B B_d B_u with A and B fixed, in its own rank r_k, and sends the inner
@@ -236,8 +243,12 @@ class MFedLoRU(FedLoRU):
     reads it word for word, α_A = r_A/2.
     """
 
+    about = About(
+        secure_sum=lambda m: "no" if m.ranks else "yes",  # the server multiplies each client's inner factors
+    )
+
     ranks: tuple[int, ...] = (2, 4, 8, 16)
-    alpha_inner: float = 0.5
+    alpha_inner: Positive = 0.5
     alpha_inner_by_rank: bool = False
     inner_start: AdapterStart = "gaussian"
     inner_frozen: bool = False
@@ -245,8 +256,6 @@ class MFedLoRU(FedLoRU):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("alpha_inner", 0.0)
-        self.one_of("inner_start", "gaussian", "identity")
         whole = [isinstance(r, int) and not isinstance(r, bool) and 1 <= r <= self.rank for r in self.ranks]
         if not all(whole):
             raise ConfigError(
@@ -258,10 +267,6 @@ class MFedLoRU(FedLoRU):
                 f"{type(self).__name__}: ranks go with adapter 'lora' and freeze_A=false only. Got"
                 f" {self.adapter!r} and {self.freeze_A}."
             )
-
-    @property
-    def secure_sum(self) -> str:
-        return "no" if self.ranks else "yes"  # the server multiplies each client's inner factors
 
     def capacity_of(self, client: int) -> Capacity:
         """A client's ranks, if clients differ in them."""
@@ -291,7 +296,7 @@ class MFedLoRU(FedLoRU):
             return task.loss(fixed | p["rest"] | made, batch)  # eq. (9)
 
         start = {"rest": parts["theta"] | h, **outer, **({} if self.inner_frozen else inner)}
-        new = inner | self.fit(f, start, visit["train"], self.rate(visit))
+        new = inner | self.fit(f, start, visit["train"], self.schedule.rate(self.lr, int(visit.round)))
         theta, h = self.split(task, new.pop("rest"))
         return {"theta": theta, **new}, h
 
@@ -320,7 +325,7 @@ def nested(X: Params, down: Params, up: Params, alpha: float) -> Params:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedLoRU(MFedLoRU):
+class PFedLoRU(MFedLoRU, Ranked):
     """pFedLoRU: FedLoRU with a pair of factors of every client's own. Park and Klabjan, 2024, Algorithm 2.
 
     W + α A B + α_p L U: a client trains L and U for `personal_epochs` with A and B fixed, then A and B for
@@ -334,16 +339,12 @@ class PFedLoRU(MFedLoRU):
 
     ranks: tuple[int, ...] = ()
     own_ranks: tuple[int, ...] = (2,)
-    alpha_own: float = 1.0
-    personal_epochs: int = 1
-    global_epochs: int | None = None
+    alpha_own: NonNegative = 1.0
+    personal_epochs: Count = 1
+    global_epochs: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("alpha_own", 0.0, allow_zero=True)
-        self.count("personal_epochs")
-        if self.global_epochs is not None:
-            self.count("global_epochs")
         ok = [isinstance(r, int) and not isinstance(r, bool) and r >= 1 for r in self.own_ranks]
         if not ok or not all(ok):
             raise ConfigError(
@@ -375,6 +376,6 @@ class PFedLoRU(MFedLoRU):
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         fixed, shared = self.constants(visit), tree.merge(down)
         loss = lambda h, b: task.loss(fixed | shared | h, b)
-        h = self.fit(loss, client["h"], visit["own"], self.rate(visit))  # eq. (7)
+        h = self.fit(loss, client["h"], visit["own"], self.schedule.rate(self.lr, int(visit.round)))  # eq. (7)
         parts, _ = self.learn(task, shared, fixed | h, visit)  # eq. (8)
         return {"h": h}, Sent(weight=self.weigh(visit), mean=parts)

@@ -9,12 +9,13 @@ from typing import ClassVar, Literal
 from fedspan.errors import ConfigError
 from fedspan.layers import Hadamard, Plain, Which, choose, convert, part, structured
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Converts, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1, Fraction
 from fedspan.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedPara(Sharing):
+class FedPara(Sharing, Converts):
     """FedPara. Hyeon-Woo, Ye-Bin and Oh, ICLR 2022.
 
     W = (X₁Y₁ᵀ) ∘ (X₂Y₂ᵀ) has rank up to r² with 2r(m + n) numbers; convolutions use the tensor form. Symbols: theta =
@@ -27,29 +28,17 @@ class FedPara(Sharing):
     Jacobian regularisation is left out.
     """
 
-    family: ClassVar[str] = "fedpara"
-    reference: ClassVar[str] = "Hyeon-Woo et al., ICLR 2022"
+    about = About(family="fedpara", reference="Hyeon-Woo et al., ICLR 2022")
+
     plus_one: ClassVar[bool] = False
 
-    rank: int | None = None
-    gamma: float = 0.5
-    ratio: float = 0.5
+    rank: AtLeast1 | None = None
+    gamma: Fraction = 0.5
+    ratio: Fraction = 0.5
     layers: Which = "all"
     only_smaller: bool = False
     tanh: bool = False
     init: Literal["matched", "kaiming"] = "matched"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank is not None:
-            self.count("rank", 1)
-        for name in ("gamma", "ratio"):
-            self.require(name, 0.0, allow_zero=True)
-            if getattr(self, name) > 1:
-                raise ConfigError(f"{type(self).__name__}: {name} must be at most 1. Got {getattr(self, name)!r}.")
-        self.one_of("init", "matched", "kaiming")
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body")
 
     def model(self, task: Task, capacity: Capacity) -> Task:
         """Linear and convolutional layers as Hadamard products."""

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from fedspan.learn.task import Task
-from fedspan.method import Layered, Sent, Visit
+from fedspan.method import About, Sent, Sharing, Visit, named_layers
 from fedspan.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedPer(Layered):
+class FedPer(Sharing):
     """FedPer. Arivazhagan et al., 2019, Algorithms 1 and 2.
 
     Symbols: theta = base layers W_B, h = personalisation layers W_P of client j: the head, or the parameters whose
     names start with one of `personal_layers`. Kept: h. Sent: theta.
     """
 
-    reference: ClassVar[str] = "Arivazhagan et al., 2019"
+    about = About(reference="Arivazhagan et al., 2019")
+
+    private_head: bool = True
+    personal_layers: tuple[str, ...] = ()
+
+    def private(self, task: Task) -> list[str]:
+        """The head, or the layers named."""
+        return named_layers(self, task, self.personal_layers) if self.personal_layers else super().private(task)
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         both = self.fit(task.loss, down["theta"] | client["h"], visit["train"])  # SGD on (W_B, W_Pj), Algorithm 1
@@ -35,8 +41,8 @@ class LgFedAvg(FedPer):
     The paper starts from a model trained by FedAvg; here training starts from the common initialisation.
     """
 
-    reference: ClassVar[str] = "Liang et al., 2020"
-    any_model: ClassVar[bool] = True
+    about = About(reference="Liang et al., 2020", any_model=True)
+
     private_head: bool = False
 
     def private(self, task: Task) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,14 +14,15 @@ from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs, rows_of
 from fedspan.learn.class_features import class_matrix, class_means
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Training, Visit
+from fedspan.method import About, Adapts, Capacity, ClientInfo, Coded, Down, Federation, Round, Sent, Training, Visit
+from fedspan.method.fields import AtLeast1, NonNegative
 from fedspan.randomness import fold, generator, key, torch_seed
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProto(Training):
+class FedProto(Training, Coded, Adapts):
     """FedProto. Tan et al., AAAI 2022, Algorithm 1.
 
     Symbols: theta = the client's whole model, p = prototypes: means of the head's inputs, one row per class, zero for
@@ -33,22 +34,16 @@ class FedProto(Training):
     and n.
     """
 
-    reference: ClassVar[str] = "Tan et al., AAAI 2022"
-    any_model: ClassVar[bool] = True
-    needs_classes: ClassVar[bool] = True
-    lam: float = 1.0
+    about = About(
+        reference="Tan et al., AAAI 2022",
+        any_model=True,
+        needs_classes=True,
+        weight="one",  # rows carry their own weights
+    )
+
+    lam: NonNegative = 1.0
     weighting: Literal["samples", "uniform"] = "samples"
     predict_by: Literal["head", "prototype"] = "head"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("lam", 0.0, allow_zero=True)
-        self.one_of("weighting", "samples", "uniform")
-        self.one_of("predict_by", "head", "prototype")
-
-    @property
-    def weight(self) -> Literal["samples", "one", "own"]:
-        return "one"  # rows carry their own weights
 
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"p": Rows()}
@@ -117,19 +112,12 @@ class FedTgp(FedProto):
     authors' script has λ = 10 (their code's default is 1), 100 server epochs and τ = 100.
     """
 
-    reference: ClassVar[str] = "Zhang et al., AAAI 2024"
-    server_epochs: int = 100
-    server_batch: int = 10
-    lr_server: float | None = None
-    tau: float = 100.0
+    about = About(reference="Zhang et al., AAAI 2024")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("server_epochs", 1)
-        self.count("server_batch", 1)
-        if self.lr_server is not None:
-            self.require("lr_server", 0.0, allow_zero=True)
-        self.require("tau", 0.0, allow_zero=True)
+    server_epochs: AtLeast1 = 100
+    server_batch: AtLeast1 = 10
+    lr_server: NonNegative | None = None
+    tau: NonNegative = 100.0
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         p = super().init_server(task, federation)["p"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import Sent, Sharing, Visit
+from fedspan.method import About, Sent, Sharing, Visit
+from fedspan.method.fields import Count
 from fedspan.tree import Tree
 
 
@@ -21,17 +22,12 @@ class FedRep(Sharing):
     head fixed; what is fixed is not touched by momentum or weight decay.
     """
 
-    reference: ClassVar[str] = "Collins et al., ICML 2021"
+    about = About(reference="Collins et al., ICML 2021")
+
     private_head: bool = True
     weighting: Literal["samples", "uniform"] = "uniform"
-    head_epochs: int = 10
-    body_epochs: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("head_epochs")
-        if self.body_epochs is not None:
-            self.count("body_epochs")
+    head_epochs: Count = 10
+    body_epochs: Count | None = None
 
     def plan(self) -> Mapping[str, Amount]:
         return {"head": Epochs(self.head_epochs), "body": Epochs(self.body_epochs)}

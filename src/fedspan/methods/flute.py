@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import All, Amount, Batch, Epochs
 from fedspan.learn.class_features import class_matrix, members
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Observed, Round, Sent, Sharing, Visit
+from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
 _TINY = 1e-24  # under roots: a norm of 0 has slope 0, not NaN
@@ -33,7 +33,7 @@ def collapse(W: Tensor, c: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flute(Sharing):
+class Flute(Sharing, Observed):
     """FLUTE. Liu, Shen and Yang, NeurIPS 2024, the form for neural networks.
 
     Symbols: theta = the body φ, h = the head of client k with class weights W_k, c = 1 for each class the client has.
@@ -44,23 +44,18 @@ class Flute(Sharing):
     client's own.
     """
 
-    reference: ClassVar[str] = "Liu, Shen and Yang, NeurIPS 2024"
-    needs_classes: ClassVar[bool] = True
+    about = About(reference="Liu, Shen and Yang, NeurIPS 2024", needs_classes=True)
+
     private_head: bool = True
-    head_epochs: int = 9
-    rep_epochs: int | None = None
-    lam_1: float = 0.25
-    lam_2: float = 0.0025
-    lam_3: float = 0.0005
-    lr_server: float = 0.5
+    head_epochs: Count = 9
+    rep_epochs: Count | None = None
+    lam_1: NonNegative = 0.25
+    lam_2: NonNegative = 0.0025
+    lam_3: NonNegative = 0.0005
+    lr_server: NonNegative = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.count("head_epochs")
-        if self.rep_epochs is not None:
-            self.count("rep_epochs")
-        for name in ("lam_1", "lam_2", "lam_3", "lr_server"):
-            self.require(name, 0.0, allow_zero=True)
         if not self.private_head:
             raise ConfigError("Flute: private_head must be true, as every client has a head of its own. Got false.")
 
@@ -94,14 +89,14 @@ class Flute(Sharing):
 
         def head_loss(h: Params, batch: Batch) -> Tensor:
             pull = self.lam_1 * collapse(h[name], c) + self.lam_2 * h[name].square().sum()
-            return task.loss(phi | stats | h, batch) + pull * batch.live
+            return task.loss(phi | stats | h, batch) + pull
 
         def whole_loss(params: Params, batch: Batch) -> Tensor:
             features, output = task.features_and_output(params, batch)
             pull = self.lam_1 * collapse(params[name], c) + self.lam_2 * params[name].square().sum()
             spread = (features.square().flatten(1).sum(1) * batch.w).sum()
             loss = batch.mean(task.example_loss(output, batch.y))
-            return loss + pull * batch.live + self.lam_3 * spread
+            return loss + pull + self.lam_3 * spread
 
         h = self.fit(head_loss, h, visit["head"])
         both = self.fit(whole_loss, phi | stats | h, visit["train"])

@@ -14,7 +14,8 @@ from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.batches import All, Amount, Batches, Epochs
 from fedspan.learn.sgd import mean_gradient
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1
 from fedspan.tree import Params, Tree
 
 
@@ -34,18 +35,13 @@ class Ifca(Sharing):
     Settled with the published code: uniform means, τ full-batch local steps, random starts, the choice by mean loss.
     """
 
-    reference: ClassVar[str] = "Ghosh et al., NeurIPS 2020"
+    about = About(reference="Ghosh et al., NeurIPS 2020")
+
     local_stats: ClassVar[bool] = False
     weighting: Literal["samples", "uniform"] = "uniform"
-    clusters: int = 4
+    clusters: AtLeast1 = 4
     averaging: Literal["model", "gradient"] = "model"
     clustered: Literal["all", "head"] = "all"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("clusters", 1)
-        self.one_of("averaging", "model", "gradient")
-        self.one_of("clustered", "all", "head")
 
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "all": All()}
@@ -59,7 +55,7 @@ class Ifca(Sharing):
         if self.clustered == "head":
             starts = [first | tree.select(start, task.need_head()) for start in starts]
         theta = tree.stack([self.split(task, start)[0] for start in starts])
-        return self.with_moments({"theta": theta}, self.clusters)
+        return self.server.begin({"theta": theta}, self.clusters)
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         s, theta = self._choice(task, client, down, visit["all"])
@@ -100,7 +96,7 @@ class Ifca(Sharing):
             everyone = cluster_mean(tree.select(round.each["theta"], names), w, 0 * cluster, 1, tree.select(old, names))
             mean = mean | tree.map(lambda a: a[:1].expand(self.clusters, *a.shape[1:]).clone(), everyone)
         live = member.any(0) if self.clustered == "all" else torch.ones(self.clusters, dtype=torch.bool)
-        return self.stepped(server, {"theta": mean}, live)
+        return self.server.step(server, {"theta": mean}, live)
 
     def _bodies(self, sent: Params, server: Tree) -> list[str]:
         """Names of what all models have in common: what was alike at the start stays alike."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Training, Visit
+from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Round, Sent, Training, Visit
 from fedspan.tree import Tree
 
 
@@ -20,8 +19,7 @@ class Local(Training):
     table had the same local work. Kept: theta. Sent: nothing.
     """
 
-    reference: ClassVar[str] = "no exchange"
-    any_model: ClassVar[bool] = True
+    about = About(reference="no exchange", any_model=True)
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,8 @@ from fedspan import tree
 from fedspan.layers import Which, choose, in_head, part
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
 from fedspan.randomness import fold, key, normal
 from fedspan.tree import Params, Tree
 
@@ -39,31 +39,19 @@ class LrBpfl(Sharing):
     alone.
     """
 
-    reference: ClassVar[str] = "Zhang et al., AISTATS 2025"
-    rank: int = 4
-    members: int = 4
-    temperature: float = 1.0
-    prior_scale: float = 0.1
-    start_spread: float = 0.1
-    personal_epochs: int = 1
-    global_epochs: int | None = None
-    lr_personal: float = 0.01
+    about = About(reference="Zhang et al., AISTATS 2025")
+
+    rank: AtLeast1 = 4
+    members: Count = 4
+    temperature: NonNegative = 1.0
+    prior_scale: Positive = 0.1
+    start_spread: NonNegative = 0.1
+    personal_epochs: Count = 1
+    global_epochs: Count | None = None
+    lr_personal: NonNegative = 0.01
     joint: bool = False
     adaptive_rank: bool = False
     layers: Which = "all"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("rank", 1)
-        for name in ("members", "personal_epochs"):
-            self.count(name)
-        if self.global_epochs is not None:
-            self.count("global_epochs")
-        for name in ("temperature", "start_spread", "lr_personal"):
-            self.require(name, 0.0, allow_zero=True)
-        self.require("prior_scale", 0.0)
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body")
 
     def plan(self) -> Mapping[str, Amount]:
         return {"own": Epochs(self.personal_epochs), "train": Epochs(self.global_epochs)}
@@ -137,7 +125,7 @@ class LrBpfl(Sharing):
 
         def free_energy(q: Params, theta: Params, batch: Batch) -> Tensor:
             pull = self.temperature * self.divergence(q) / visit.examples
-            return self.likelihood(task, theta, q, batch) + pull * batch.live
+            return self.likelihood(task, theta, q, batch) + pull
 
         if self.joint and self.lr and self.lr_personal:
             s = math.sqrt(self.lr_personal / self.lr)  # steps of lr on q/s are steps of lr_personal on q

@@ -12,7 +12,7 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.tree import Tree
 
 
@@ -24,8 +24,8 @@ class Oracle(Sharing):
     group = the group of each client. Kept: h, the private head if `private_head`. Sent: theta, each client's own.
     """
 
-    reference: ClassVar[str] = "yardstick"
-    needs_groups: ClassVar[bool] = True
+    about = About(reference="yardstick", needs_groups=True)
+
     local_stats: ClassVar[bool] = False
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
@@ -37,7 +37,7 @@ class Oracle(Sharing):
         groups = int(federation.groups.max()) + 1
         theta = super().init_server(task, federation)["theta"]
         models = {"theta": tree.map(lambda a: a.expand(groups, *a.shape).clone(), theta)}
-        return {**self.with_moments(models, groups), "group": federation.groups.long()}
+        return {**self.server.begin(models, groups), "group": federation.groups.long()}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         return Down(own={"theta": tree.take(server["theta"], server["group"][ids])})
@@ -51,4 +51,4 @@ class Oracle(Sharing):
         here = server["group"][round.ids]
         theta = cluster_mean(round.each["theta"], round.weights, here, groups, server["theta"])
         live = torch.zeros(groups, dtype=torch.bool).index_fill(0, here, True)
-        return {**self.stepped(server, {"theta": theta}, live), "group": server["group"]}
+        return {**self.server.step(server, {"theta": theta}, live), "group": server["group"]}

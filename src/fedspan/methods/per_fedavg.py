@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -12,7 +12,8 @@ from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Epochs, Steps
 from fedspan.learn.sgd import Loss, gradient, hessian_product, sgd
 from fedspan.learn.task import Task
-from fedspan.method import Sent, Sharing, Visit
+from fedspan.method import About, Sent, Sharing, Visit
+from fedspan.method.fields import Count, NonNegative, Positive
 from fedspan.tree import Params, Tree
 
 
@@ -27,22 +28,14 @@ class PerFedAvg(Sharing):
     theta.
     """
 
-    reference: ClassVar[str] = "Fallah et al., NeurIPS 2020"
+    about = About(reference="Fallah et al., NeurIPS 2020")
+
     weighting: Literal["samples", "uniform"] = "uniform"
     variant: Literal["first-order", "hessian-free", "exact"] = "first-order"
-    lr_inner: float | None = None
-    delta: float = 1e-3
-    adapt: int = 1
+    lr_inner: NonNegative | None = None
+    delta: Positive = 1e-3
+    adapt: Count = 1
     adapt_unit: Literal["step", "epoch"] = "step"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.one_of("variant", "first-order", "hessian-free", "exact")
-        if self.lr_inner is not None:
-            self.require("lr_inner", 0.0, allow_zero=True)
-        self.require("delta", 0.0)
-        self.count("adapt")
-        self.one_of("adapt_unit", "step", "epoch")
 
     @property
     def alpha(self) -> float:

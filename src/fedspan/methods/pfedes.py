@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.task import Task
-from fedspan.method import Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method import About, Adapts, Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method.fields import AtLeast1, Fraction, NonNegative
 from fedspan.randomness import torch_seed
 from fedspan.tree import Params, Tree
 
@@ -31,18 +31,11 @@ class PFedEs(Averaging):
     plays no part: all of theta is private. Kept: theta. Sent: g.
     """
 
-    reference: ClassVar[str] = "Yi et al., 2023"
-    any_model: ClassVar[bool] = True
-    mu: float = 0.5
-    width: int = 8
-    lr_extractor: float | None = None
+    about = About(reference="Yi et al., 2023", any_model=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.fraction("mu")
-        self.count("width", 1)
-        if self.lr_extractor is not None:
-            self.require("lr_extractor", 0.0, allow_zero=True)
+    mu: Fraction = 0.5
+    width: AtLeast1 = 8
+    lr_extractor: NonNegative | None = None
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         first = next((m for m in task.module.modules() if isinstance(m, nn.Conv2d | nn.Linear | nn.Embedding)), None)
@@ -56,7 +49,7 @@ class PFedEs(Averaging):
                 raise ConfigError("PFedEs: the model must begin with a convolution or a linear layer. It does not.")
         like = next(iter(task.init().values()))
         named = {f"{k}.{n}": p for k, m in enumerate(parts) for n, p in m.named_parameters()}
-        return self.with_moments({"g": {k: p.detach().to(like.dtype) for k, p in named.items()}})
+        return self.server.begin({"g": {k: p.detach().to(like.dtype) for k, p in named.items()}})
 
     def extract(self, g: Params, x: Tensor) -> Tensor:
         """g(x), of the shape of x."""
@@ -89,7 +82,7 @@ class PFedEs(Averaging):
         return {"theta": theta}, Sent(weight=self.weigh(visit), mean={"g": g})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        return self.stepped(server, {"g": round.mean["g"]})
+        return self.server.step(server, {"g": round.mean["g"]})
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         theta: Tree = client["theta"]
@@ -97,7 +90,7 @@ class PFedEs(Averaging):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedAfm(Averaging):
+class PFedAfm(Averaging, Adapts):
     """pFedAFM. Yi et al., 2024: features of the client's own model and of a small common one, mixed per dimension.
 
     Symbols: theta = the client's whole model, w = the common body, of the smallest kind of model, alpha = α ∈ [0, 1]^D.
@@ -107,20 +100,13 @@ class PFedAfm(Averaging):
     w.
     """
 
-    reference: ClassVar[str] = "Yi et al., 2024"
-    any_model: ClassVar[bool] = True
-    needs_classes: ClassVar[bool] = True
-    lr_alpha: float = 0.1
-    lr_common: float | None = None
+    about = About(reference="Yi et al., 2024", any_model=True, needs_classes=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("lr_alpha", 0.0, allow_zero=True)
-        if self.lr_common is not None:
-            self.require("lr_common", 0.0, allow_zero=True)
+    lr_alpha: NonNegative = 0.1
+    lr_common: NonNegative | None = None
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
-        return self.with_moments({"w": tree.select(task.smallest.init(), task.smallest.body)})
+        return self.server.begin({"w": tree.select(task.smallest.init(), task.smallest.body)})
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start, small = task.init(), task.smallest
@@ -157,7 +143,7 @@ class PFedAfm(Averaging):
         return kept, Sent(weight=self.weigh(visit), mean={"w": tree.without(w, small.stats)})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        return self.stepped(server, {"w": round.mean["w"]})
+        return self.server.step(server, {"w": round.mean["w"]})
 
     def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
         return {**down, **sent.mean}

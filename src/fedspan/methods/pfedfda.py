@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from annotated_types import Gt, Lt
 from torch import Tensor
 from torch.func import vmap
 
@@ -16,7 +17,8 @@ from fedspan.learn.batches import All, Amount, Batches, Epochs
 from fedspan.learn.class_features import class_matrix, members
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method.fields import Fraction, NonNegative
 from fedspan.randomness import key, uniform
 from fedspan.tree import Params, Tree
 
@@ -42,20 +44,13 @@ class PFedFda(Sharing):
     anew under the newest body. Kept: beta. Sent: theta, mu and S.
     """
 
-    reference: ClassVar[str] = "McLaughlin and Su, NeurIPS 2024"
-    needs_classes: ClassVar[bool] = True
-    lr: float = 0.01
-    beta: float | None = None
-    single_beta: bool = False
-    epsilon: float = 1e-4
-    ridge: float = 1e-4
+    about = About(reference="McLaughlin and Su, NeurIPS 2024", needs_classes=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta is not None:
-            self.fraction("beta")
-        self.require("epsilon", 0.0, 1.0)
-        self.require("ridge", 0.0, allow_zero=True)
+    lr: NonNegative = 0.01
+    beta: Fraction | None = None
+    single_beta: bool = False
+    epsilon: Annotated[float, Gt(0), Lt(1)] = 1e-4
+    ridge: NonNegative = 1e-4
 
     def private(self, task: Task) -> list[str]:
         """The head is computed, never sent."""
@@ -93,7 +88,7 @@ class PFedFda(Sharing):
         return {"stats": stats, "beta": beta}, Sent(weight=self.weigh(visit), mean=sent)
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        body = self.stepped(server, {"theta": round.mean["theta"]})
+        body = self.server.step(server, {"theta": round.mean["theta"]})
         return {**body, "mu": round.mean["mu"], "S": round.mean["S"]}  # statistics are means, not steps
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:

@@ -8,15 +8,16 @@ from typing import ClassVar
 
 from fedspan.layers import Adapter, Chosen, Plain, choose, convert, parts
 from fedspan.learn.batches import Amount, Epochs
+from fedspan.learn.optimizer import Schedule
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Capacity, Sent, Visit
-from fedspan.method.schedule import Annealed
+from fedspan.method import About, Capacity, Converts, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1, Count, NonNegative
 from fedspan.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedLoRAJoint(Annealed):
+class PFedLoRAJoint(Sharing, Converts):
     """pFedLoRA(2). Wu et al., 2024, as Park and Klabjan, 2024, Algorithm 4, write it.
 
     W + α_p L U with W averaged as in FedAvg; W, L and U are trained together. L starts Gaussian, U at zero. Symbols:
@@ -24,20 +25,14 @@ class PFedLoRAJoint(Annealed):
     rank = r_p. Kept: h. Sent: theta.
     """
 
-    family: ClassVar[str] = "fedloru"
-    reference: ClassVar[str] = "Wu et al., 2024"
+    about = About(family="fedloru", reference="Wu et al., 2024")
+
     local_stats: ClassVar[bool] = False
 
-    rank: int = 2
-    alpha: float = 1.0
+    schedule: Schedule = Schedule()
+    rank: AtLeast1 = 2
+    alpha: NonNegative = 1.0
     layers: Chosen = "body"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("rank", 1)
-        self.require("alpha", 0.0, allow_zero=True)
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body", "large")
 
     def model(self, task: Task, capacity: Capacity) -> Task:
         """Linear and convolutional layers with a pair of factors beside the weight."""
@@ -52,7 +47,9 @@ class PFedLoRAJoint(Annealed):
         return [*parts(task.module, "L", "U"), *super().private(task)]
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        both = self.fit(task.loss, self.whole(client, down), visit["train"], self.rate(visit))  # eq. (36)
+        both = self.fit(
+            task.loss, self.whole(client, down), visit["train"], self.schedule.rate(self.lr, int(visit.round))
+        )  # eq. (36)
         theta, h = self.split(task, both)
         return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
 
@@ -65,20 +62,14 @@ class PFedLoRA(PFedLoRAJoint):
     `global_epochs` (the run's epochs if not given) with L and U fixed. Kept: h. Sent: theta.
     """
 
-    personal_epochs: int = 1
-    global_epochs: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.count("personal_epochs")
-        if self.global_epochs is not None:
-            self.count("global_epochs")
+    personal_epochs: Count = 1
+    global_epochs: Count | None = None
 
     def plan(self) -> Mapping[str, Amount]:
         return {"own": Epochs(self.personal_epochs), "train": Epochs(self.global_epochs)}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        theta, lr = down["theta"], self.rate(visit)
+        theta, lr = down["theta"], self.schedule.rate(self.lr, int(visit.round))
         h = self.fit(lambda h, b: task.loss(theta | h, b), client["h"], visit["own"], lr)  # eq. (34)
         theta = self.fit(lambda p, b: task.loss(p | h, b), theta, visit["train"], lr)  # eq. (35)
         return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})

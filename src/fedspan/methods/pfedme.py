@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +11,8 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import ClientInfo, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Announces, ClientInfo, Federation, Round, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1, Fraction, NonNegative, Positive
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
 
@@ -28,19 +28,13 @@ class PFedMe(Sharing):
     theta.
     """
 
-    reference: ClassVar[str] = "T. Dinh et al., NeurIPS 2020"
-    lr: float = 0.05
-    lam: float = 15.0
-    inner_steps: int = 5
-    lr_inner: float = 0.05
-    beta: float = 1.0
+    about = About(reference="T. Dinh et al., NeurIPS 2020")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("lam", 0.0, allow_zero=True)
-        self.count("inner_steps", 1)
-        self.require("lr_inner", 0.0, allow_zero=True)
-        self.require("beta", 0.0)
+    lr: NonNegative = 0.05
+    lam: NonNegative = 15.0
+    inner_steps: AtLeast1 = 5
+    lr_inner: NonNegative = 0.05
+    beta: Positive = 1.0
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {**super().init_client(task, who), "v": task.init()}
@@ -51,7 +45,7 @@ class PFedMe(Sharing):
 
         def envelope(v: Params, batch: Batch) -> Tensor:
             far = sum((v[k] - w[k]).square().sum() for k in task.names)
-            return task.loss(v, batch) + self.lam / 2 * far * batch.live
+            return task.loss(v, batch) + self.lam / 2 * far
 
         for batch in visit["train"]:
             v = self.fit(envelope, v, [batch] * self.inner_steps, self.lr_inner)
@@ -63,7 +57,7 @@ class PFedMe(Sharing):
     def server_update(self, server: Tree, round: Round) -> Tree:
         way = tree.sub(round.mean["theta"], server["theta"])
         relaxed = tree.add(server["theta"], way, self.beta)  # (1 − β) w + β mean w_i
-        return self.stepped(server, {"theta": relaxed})
+        return self.server.step(server, {"theta": relaxed})
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         v: Params = client["v"]
@@ -71,7 +65,7 @@ class PFedMe(Sharing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2gd(Sharing):
+class L2gd(Sharing, Announces):
     """L2GD. Hanzely and Richtárik, 2020, Algorithm 1, for (1/n) Σ f_i(θ_i) + λ/(2n) Σ ‖θ_i − θ̄‖².
 
     Symbols: theta = the client's model θ_i (on the server: the mean θ̄), lam = λ, p = p, lr = η/n. Every local step a
@@ -81,16 +75,15 @@ class L2gd(Sharing):
     `private_head`). Sent: theta.
     """
 
-    reference: ClassVar[str] = "Hanzely and Richtárik, 2020"
-    lam: float = 1.0
-    p: float = 0.2
+    about = About(reference="Hanzely and Richtárik, 2020")
+
+    lam: NonNegative = 1.0
+    p: Fraction = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("lam", 0.0, allow_zero=True)
-        self.fraction("p")
-        if self.momentum or self.optimizer != "sgd":
-            got = f"momentum {self.momentum:g} and optimizer '{self.optimizer}'"
+        if self.optimizer.momentum or self.optimizer.rule != "sgd":
+            got = f"momentum {self.optimizer.momentum:g} and optimizer '{self.optimizer.rule}'"
             raise ConfigError(f"L2gd: steps must be plain SGD, as a coin stands between them. Got {got}.")
 
     @property

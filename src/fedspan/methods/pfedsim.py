@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,12 +11,25 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.aggregate import mix
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import (
+    About,
+    Announces,
+    Capacity,
+    ClientInfo,
+    Down,
+    Federation,
+    Observed,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+)
+from fedspan.method.fields import Count
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedSim(Sharing):
+class PFedSim(Sharing, Announces, Observed):
     """pFedSim. Tan et al., 2023.
 
     Symbols: theta = the global model during `warmup_rounds` of FedAvg (the paper's ρT), then the clients' bodies φ_i on
@@ -28,12 +40,12 @@ class PFedSim(Sharing):
     Sent: theta during the warm-up, then theta and h, each client's own.
     """
 
-    reference: ClassVar[str] = "Tan et al., 2023"
-    warmup_rounds: int = 30
+    about = About(reference="Tan et al., 2023")
+
+    warmup_rounds: Count = 30
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.count("warmup_rounds")
         if not self.warmup_rounds:
             self.refuse_server_optimizer("only a warm-up has one model to step with")
 
@@ -49,7 +61,7 @@ class PFedSim(Sharing):
         if not self.warmup_rounds:
             return self._part(state, 0)
         averaged = ("theta",) if self.private_head else ("theta", "h")
-        return {**state, **self.with_moments({k: state[k] for k in averaged})}
+        return {**state, **self.server.begin({k: state[k] for k in averaged})}
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         start = task.init()
@@ -105,7 +117,7 @@ class PFedSim(Sharing):
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         if int(server["apart"]) < 0:
-            server = {**server, **self.stepped(server, round.mean)}
+            server = {**server, **self.server.step(server, round.mean)}
             return self._part(server, round.round) if round.round >= self.warmup_rounds else server
         ids = round.ids
         classes = [a.to(torch.float64) for a in round.each["h"].values() if a.ndim == 3]  # [S, C, D]

@@ -5,26 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor
 from torch.func import vmap
 
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs, Steps
+from fedspan.learn.optimizer import Schedule
 from fedspan.learn.sgd import gradient, mean_gradient
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
-from fedspan.method import Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
-from fedspan.method.schedule import Cosine
+from fedspan.method import (
+    About,
+    Adapts,
+    Announces,
+    Averaging,
+    Capacity,
+    ClientInfo,
+    Down,
+    Federation,
+    Lifts,
+    Observed,
+    Round,
+    Sent,
+    Visit,
+)
+from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
 from fedspan.randomness import key, normal, uniform
 from fedspan.tree import Outer, Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PflMf(Cosine):
+class PflMf(Averaging, Announces, Lifts, Adapts, Observed):
     """pFL-MF. Dadras, Stich and Yurtsever, TMLR 2025, Algorithm 1 (Burer–Monteiro factorisation across clients).
 
     Symbols: U [d, r] = shared dictionary of r models, v [r] = coefficients of client i, theta = parameters outside the
@@ -37,61 +53,41 @@ class PflMf(Cosine):
     `PflMf.paper()` (pfl-mf-paper) is Algorithm 1 to the letter; pfl-mf-joint is what the published code does.
     """
 
-    family: ClassVar[str] = "pfl-mf"
-    reference: ClassVar[str] = "Dadras, Stich and Yurtsever, TMLR 2025"
+    about = About(
+        family="pfl-mf",
+        reference="Dadras, Stich and Yurtsever, TMLR 2025",
+        secure_sum=lambda m: "yes" if m.wire == "full" or m.u_update == "joint" else "with wire = 'full'",
+    )
 
-    rank: int | Literal["auto"] = 10
+    schedule: Schedule = Schedule()
+    rank: AtLeast1 | Literal["auto"] = 10
     factorise: Literal["head", "all"] | tuple[str, ...] = "head"
     v_method: Literal["solve", "precondition", "gradient"] = "precondition"
-    v_steps: int = 50
+    v_steps: Count = 50
     v_unit: Literal["step", "epoch"] = "step"
     v_scale: Literal["1", "1/n"] = "1"
-    lr_v: float | None = None
-    p: float | None = None
-    v_ridge: float = 1e-6
-    v_prior: float = 0.1
+    lr_v: NonNegative | None = None
+    p: NonNegative | None = None
+    v_ridge: NonNegative = 1e-6
+    v_prior: NonNegative = 0.1
     g_at: Literal["old", "new"] = "new"
     u_update: Literal["train", "gradient", "joint"] = "train"
-    u_steps: int | None = None
+    u_steps: AtLeast1 | None = None
     server_step: Literal["scaled", "plain", "literal"] = "scaled"
-    ridge: float = 0.01
-    max_step: float | None = 0.2
-    max_shared_step: float | None = None
+    ridge: NonNegative = 0.01
+    max_step: Positive | None = 0.2
+    max_shared_step: Positive | None = None
     start: Literal["common", "random", "published"] = "common"
     wire: Literal["rank-one", "full"] = "rank-one"
     refresh: bool = True
-    gauge_every: int = 0
-    rank_start: int = 30
-    rank_round: int = 10
-    rank_gap: float = 1.25
+    gauge_every: Count = 0
+    rank_start: Annotated[int, Ge(2)] = 30
+    rank_round: AtLeast1 = 10
+    rank_gap: Annotated[float, Gt(1)] = 1.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank != "auto":
-            self.count("rank", 1)
-        for name, low in (("v_steps", 0), ("gauge_every", 0), ("rank_start", 2), ("rank_round", 1)):
-            self.count(name, low)
-        if self.u_steps is not None:
-            self.count("u_steps", 1)
-        for name in ("lr_v", "p", "max_step", "max_shared_step"):
-            if getattr(self, name) is not None:
-                self.require(name, 0.0, allow_zero=name in ("lr_v", "p"))
-        self.require("v_ridge", 0.0, allow_zero=True)
-        self.require("v_prior", 0.0, allow_zero=True)
-        self.require("ridge", 0.0, allow_zero=True)
-        self.require("rank_gap", 1.0)
-        words: dict[str, tuple[str, ...]] = {
-            "v_method": ("solve", "precondition", "gradient"),
-            "v_unit": ("step", "epoch"),
-            "v_scale": ("1", "1/n"),
-        }
-        words |= {"g_at": ("old", "new"), "u_update": ("train", "gradient", "joint"), "wire": ("rank-one", "full")}
-        words |= {"server_step": ("scaled", "plain", "literal"), "start": ("common", "random", "published")}
-        for name, allowed in words.items():
-            self.one_of(name, *allowed)
-        if isinstance(self.factorise, str):
-            self.one_of("factorise", "head", "all")
-        if self.private_head or self.optimizer != "sgd":
+        if self.private_head or self.optimizer.rule != "sgd":
             raise ConfigError(
                 "PflMf: private_head and adamw do not go with a shared subspace; use private_head=false, sgd."
             )
@@ -106,10 +102,6 @@ class PflMf(Cosine):
         return PflMfPaper(**fields)
 
     # ------------------------------------------------------------------------------------------------ what is where
-
-    @property
-    def secure_sum(self) -> str:
-        return "yes" if self.wire == "full" or self.u_update == "joint" else "with wire = 'full'"
 
     @property
     def width(self) -> int:
@@ -153,7 +145,7 @@ class PflMf(Cosine):
             columns = (tree.select(task.fresh(federation.seed, "U", j), names) for j in range(self.width))
             U = torch.stack([tree.ravel(c) for c in columns], 1)  # independent standard initialisations
         server = {"U": U, "theta": tree.without(start, [*names, *task.stats])}
-        server = self.with_moments(server)
+        server = self.server.begin(server)
         eye = torch.eye(self.width, dtype=U.dtype)
         server |= {"C": eye / self.width}  # Σ w v vᵀ of the last round
         if self.moves:
@@ -189,11 +181,13 @@ class PflMf(Cosine):
             loss = task.loss(others | tree.unravel(theta, like), batch)
             # A Gaussian prior on θ: with few examples the fit alone would separate them and θ would grow for ever.
             shrink = self.v_prior / visit.examples
-            return loss + shrink / 2 * theta.square().sum() * batch.live if self.v_prior else loss
+            return loss + shrink / 2 * theta.square().sum() if self.v_prior else loss
 
         if self.u_update == "joint":
             loss = lambda q, b: f(q["U"] @ q["v"], q["rest"], b)
-            both = self.fit(loss, {"U": U, "v": old, "rest": rest}, visit["U"], self.rate(visit))
+            both = self.fit(
+                loss, {"U": U, "v": old, "rest": rest}, visit["U"], self.schedule.rate(self.lr, int(visit.round))
+            )
             theta, stats = self._apart(task, both["rest"])
             return self._keep(client, both["v"], stats, visit), Sent(
                 self.weigh(visit), {"theta": theta, "U": both["U"]}
@@ -209,7 +203,7 @@ class PflMf(Cosine):
         if self.u_update == "gradient":
             start = {"t": at @ U.T, "rest": down["theta"]}
             g = mean_gradient(lambda q, b: f(q["t"], client["stats"] | q["rest"], b), start, visit["U"])
-            lr = self.rate(visit)
+            lr = self.schedule.rate(self.lr, int(visit.round))
             delta, theta, stats = -lr * g["t"], tree.add(down["theta"], g["rest"], -lr), client["stats"]
         else:
             # θ = U v + s z with s = ‖v‖ for the literal step: K_U steps on U are steps of η‖v‖² on θ, exactly.
@@ -217,7 +211,12 @@ class PflMf(Cosine):
             base = at @ U.T
 
             loss = lambda q, b: f(base + s * q["z"], q["rest"], b)
-            new = self.fit(loss, {"z": torch.zeros_like(base), "rest": rest}, visit["U"], self.rate(visit))
+            new = self.fit(
+                loss,
+                {"z": torch.zeros_like(base), "rest": rest},
+                visit["U"],
+                self.schedule.rate(self.lr, int(visit.round)),
+            )
             delta = s * new["z"]
             theta, stats = self._apart(task, new["rest"])
         if self.server_step == "literal":
@@ -263,9 +262,11 @@ class PflMf(Cosine):
         return v + back @ (w - start)
 
     def _lr_v(self, visit: Visit) -> float:
-        rate = self.rate(visit) if self.lr_v is None else self.lr_v
+        rate = self.schedule.rate(self.lr, int(visit.round)) if self.lr_v is None else self.lr_v
         if self.p is not None:
-            rate = self.p * self.rate(visit) / max(1, self.v_steps)  # Theorem 1: η_v = p η_u / K
+            rate = (
+                self.p * self.schedule.rate(self.lr, int(visit.round)) / max(1, self.v_steps)
+            )  # Theorem 1: η_v = p η_u / K
         return rate / visit.clients if self.v_scale == "1/n" else rate
 
     def _apart(self, task: Task, rest: Params) -> tuple[Params, Params]:
@@ -300,7 +301,7 @@ class PflMf(Cosine):
         if self.max_shared_step is not None:
             theta = _near(server["theta"], theta, self.max_shared_step)
         if self.u_update == "joint":
-            return {**server, **self.stepped(server, {"U": round.mean["U"], "theta": theta})}
+            return {**server, **self.server.step(server, {"U": round.mean["U"], "theta": theta})}
         M, C = round.mean["M"], round.mean["C"]
         scaled = self.server_step == "scaled"
         U = subspace.scaled_step(server["U"], M, C, self.ridge, self.max_step) if scaled else server["U"] + M  # eq. (9)
@@ -383,10 +384,10 @@ class PflMfPaper(PflMf):
     of a client's examples. `p` sets η_v = p η_u / K, the rule of Theorem 1. Kept: v. Sent: the factors of G_i.
     """
 
-    lr: float = 0.1
+    lr: NonNegative = 0.1
     factorise: Literal["head", "all"] | tuple[str, ...] = "all"
     v_method: Literal["solve", "precondition", "gradient"] = "gradient"
-    v_steps: int = 1
+    v_steps: Count = 1
     v_scale: Literal["1", "1/n"] = "1/n"
     v_prior: float = 0.0
     g_at: Literal["old", "new"] = "old"
@@ -405,7 +406,7 @@ class PflMfJoint(PflMf):
     entries of U uniform in ±1/√r and v normal. Kept: v. Sent: U, d·r numbers.
     """
 
-    lr: float = 0.1
+    lr: NonNegative = 0.1
     factorise: Literal["head", "all"] | tuple[str, ...] = "all"
     v_prior: float = 0.0
     u_update: Literal["train", "gradient", "joint"] = "joint"

@@ -16,13 +16,14 @@ from fedspan.layers.decay import product_decay
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Capacity, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Down, Federation, Observed, Ranked, Round, Sent, Sharing, Visit
+from fedspan.method.fields import NonNegative
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PriSM(Sharing):
+class PriSM(Sharing, Ranked, Observed):
     """PriSM. Niu et al., TMLR 2023.
 
     Symbols: U [o, R] and V [n, R] = the singular triples of a weight (kernels read as outputs × all the rest), each
@@ -37,14 +38,18 @@ class PriSM(Sharing):
     (one of its layers uses exp σ instead). It also averages momentum and clips gradients at 5; both are left out.
     """
 
-    reference: ClassVar[str] = "Niu et al., TMLR 2023"
+    about = About(
+        reference="Niu et al., TMLR 2023",
+        secure_sum="no",  # the server must see who had which triples
+    )
+
     local_stats: ClassVar[bool] = False
     moves: ClassVar[bool] = True
     """Whether factors may change where the weights do not: the server decomposes anew after every round."""
 
     weighting: Literal["samples", "uniform"] = "uniform"
     keep: float | tuple[float, ...] = 0.4
-    kappa: float = 2.5
+    kappa: NonNegative = 2.5
     layers: Which = "body"
     frobenius: bool = True
 
@@ -53,21 +58,14 @@ class PriSM(Sharing):
         ok = [isinstance(q, int | float) and not isinstance(q, bool) and 0 < q <= 1 for q in self.keeps]
         if not ok or not all(ok):
             raise ConfigError(f"PriSM: keep must be one or more numbers in (0, 1]. Got {self.keep!r}.")
-        self.require("kappa", 0.0, allow_zero=True)
         self.refuse_server_optimizer("the triples are others in every round")
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body")
-        if self.frobenius and self.weight_decay and self.optimizer == "adamw":
+        if self.frobenius and self.optimizer.weight_decay and self.optimizer.rule == "adamw":
             raise ConfigError("PriSM: optimizer must be 'sgd' with weight_decay and frobenius. Got 'adamw'.")
 
     @property
     def keeps(self) -> tuple[float, ...]:
         """The share of the triples, of the clients in turn."""
         return self.keep if isinstance(self.keep, tuple) else (self.keep,)
-
-    @property
-    def secure_sum(self) -> str:
-        return "no"  # the server must see who had which triples
 
     def capacity_of(self, client: int) -> Capacity:
         """A client's share, if clients differ in it."""
@@ -97,9 +95,9 @@ class PriSM(Sharing):
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         start = {**down["theta"], **down["U"], **down["V"], **client["h"]}
-        if self.frobenius and self.weight_decay:
-            loss = product_decay(task, task.loss, self.weight_decay, self.weight_decay)
-            new = sgd(loss, start, visit["train"], self.lr, momentum=self.momentum)
+        if self.frobenius and self.optimizer.weight_decay:
+            loss = product_decay(task, task.loss, self.optimizer.weight_decay, self.optimizer.weight_decay)
+            new = sgd(loss, start, visit["train"], self.lr, momentum=self.optimizer.momentum)
         else:
             new = self.fit(task.loss, start, visit["train"])
         parts, h = self.apart(task, new)

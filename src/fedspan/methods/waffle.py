@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Gt, Lt
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.layers import Dictionary, Plain, Which, choose, convert, part, parts, structured
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, ClientInfo, Converts, Sent, Sharing, Visit
+from fedspan.method.fields import AtLeast1, NonNegative, Positive
 from fedspan.randomness import fold, uniform
 from fedspan.tree import Params, Tree
 
@@ -23,7 +25,7 @@ _EDGE = 1e-6  # probabilities and uniforms stay this far from 0 and 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waffle(Sharing):
+class Waffle(Sharing, Converts):
     """WAFFLe. Hao et al., IEEE Access 2022.
 
     Symbols: a weight of client k is W_a diag(r ∘ z_k) W_b with common dictionaries W_a [m, F], W_b [F, n] and common
@@ -39,27 +41,15 @@ class Waffle(Sharing):
     starts (probabilities `start`, W as varied as plain layers') and which z predicts.
     """
 
-    reference: ClassVar[str] = "Hao et al., IEEE Access 2022"
-    factors: int | None = None
-    alpha: float | None = None
-    tau: float = 0.5
-    temperature: float = 1.0
-    start: float = 0.9
+    about = About(reference="Hao et al., IEEE Access 2022")
+
+    factors: AtLeast1 | None = None
+    alpha: Positive | None = None
+    tau: Positive = 0.5
+    temperature: NonNegative = 1.0
+    start: Annotated[float, Gt(0), Lt(1)] = 0.9
     use: Literal["mean", "mode"] = "mean"
     layers: Which = "body"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.factors is not None:
-            self.count("factors", 1)
-        if self.alpha is not None:
-            self.require("alpha", 0.0)
-        self.require("tau", 0.0)
-        self.require("temperature", 0.0, allow_zero=True)
-        self.require("start", 0.0, 1.0)
-        self.one_of("use", "mean", "mode")
-        if isinstance(self.layers, str):
-            self.one_of("layers", "all", "body")
 
     def model(self, task: Task, capacity: Capacity) -> Task:
         """Linear and convolutional layers put together from dictionaries."""
@@ -112,7 +102,7 @@ class Waffle(Sharing):
             keys = [fold(batch.key, 2 * j + 1) for j in range(len(layers))]
             z = {part(k, "z"): self.drawn(p["q"], k, key) for k, key in zip(layers, keys)}
             pull = sum(self.divergence(p["q"], k, fold(key, 1)) for k, key in zip(layers, keys)) / visit.examples
-            return task.loss(p["theta"] | z, batch) + self.temperature * pull * batch.live
+            return task.loss(p["theta"] | z, batch) + self.temperature * pull
 
         start = {"theta": down["theta"] | client["h"], "q": client["q"]}
         both = self.fit(free_energy, start, visit["train"])

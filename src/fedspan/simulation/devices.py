@@ -15,7 +15,7 @@ from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, Method, capacity_in
+from fedspan.method import Abilities, Capacity, Method, Ranked
 from fedspan.method.levels import LEVELS
 from fedspan.simulation.dry_run import try_round
 from fedspan.simulation.settings import Settings
@@ -141,7 +141,7 @@ def assign(
     ratios = sorted(set(devices.ratios), reverse=True)
     known: dict[Any, Cost] = {}
     given: list[float] | None = None
-    if devices.limited and method.with_ratios((1.0,)) is not None:
+    if devices.limited and isinstance(method, Ranked) and method.with_ratios((1.0,)) is not None:
         given = []
         for i in range(data.clients):
             for r in ratios:
@@ -154,7 +154,7 @@ def assign(
             given.append(r)
         method = method.with_ratios(tuple(given)) or method
     choices = []
-    capacities = [capacity_in(method, task, i) for i in range(data.clients)]
+    capacities = [Abilities(method).capacity(task, i) for i in range(data.clients)]
     for i in range(data.clients):
         label: Any = given[i] if given is not None else ("as it is", capacities[i])
         if label not in known:

@@ -11,7 +11,7 @@ from fedspan import tree
 from fedspan.data.federated import Index
 from fedspan.errors import Divergence
 from fedspan.learn.aggregate import Mean, weighted_sum
-from fedspan.method import Capacity, Method, Round, Sent
+from fedspan.method import Abilities, Capacity, Method, Round, Sent
 from fedspan.tree import Tree
 
 
@@ -20,11 +20,11 @@ def in_order(ids: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
     return sorted(ids, key=lambda i: (-sizes[i], i))
 
 
-def partial_sum(method: Method, sent: Sent, shared: Tree, capacity: Capacity) -> Tree:
+def partial_sum(able: Abilities, sent: Sent, shared: Tree, capacity: Capacity) -> Tree:
     """Σ w·lift(mean) over stacked uploads of one capacity."""
-    lifted = sent.mean
-    if type(method).lift is not Method.lift and len(sent.weight):
-        lifted = torch.func.vmap(lambda mean: method.lift(mean, shared, capacity))(lifted)
+    lifted, lifts = sent.mean, able.lifts
+    if lifts is not None and len(sent.weight):
+        lifted = torch.func.vmap(lambda mean: lifts.lift(mean, shared, capacity))(lifted)
     total: Tree = weighted_sum(lifted, sent.weight, keep_factors=True)
     return total
 
@@ -59,7 +59,7 @@ def advance(
     )
 
 
-def watch(method: Method, t: int, server: Tree, *, before: float, start: float, who: str, advice: str) -> float:
+def watch(able: Abilities, t: int, server: Tree, *, before: float, start: float, who: str, advice: str) -> float:
     """The norm of a new server state, before it replaces a good one.
 
     Raises:
@@ -67,7 +67,7 @@ def watch(method: Method, t: int, server: Tree, *, before: float, start: float, 
     """
     if not tree.all_finite(server):
         raise Divergence(f"{who}: the server's state is not finite after round {t}; {advice}")
-    norm, before, start = method.size(server), max(before, 1.0), max(start, 1.0)
+    norm, before, start = able.observed.size(server), max(before, 1.0), max(start, 1.0)
     if t >= 10 and (norm > 100 * start or norm > 10 * before):
         raise Divergence(
             f"{who}: the norm of the server's state rose to {norm:.3g} in round {t}, from {before:.3g} before"

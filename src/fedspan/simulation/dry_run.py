@@ -10,7 +10,7 @@ import torch
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.learn.task import Task
-from fedspan.method import Federation, Method, capacity_in
+from fedspan.method import Federation, Method
 from fedspan.simulation.engine import Answer, Engine
 from fedspan.tree import Tree
 
@@ -38,11 +38,11 @@ def try_round(
 ) -> Trial:
     """Run one round of one client through the engine, as the simulator does; its update inside `within`."""
     engine = Engine(method, task, data, 0, batch, epochs, "loop")
-    capacities = tuple(capacity_in(method, task, i) for i in range(data.clients))
-    capacity = capacity_in(method, task, client, level)
+    capacities = tuple(engine.able.capacity(task, i) for i in range(data.clients))
+    capacity = engine.able.capacity(task, client, level)
     federation = Federation(data.clients, 0, capacities, data.groups)
     first = engine.model(federation.kinds[0])
-    server, common = method.init_server(first, federation), method.common(first, federation)
+    server, common = method.init_server(first, federation), engine.able.announces.common(first, federation)
     rows = tree.stack([engine.begin(capacity, client)])
     down = method.download(server, torch.tensor([client]), capacity, round)
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Amount, Batches, Index, draw, pad, rows_of
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Method, Sent, Visit, model_at
+from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
 from fedspan.randomness import key
 from fedspan.tree import Tree
 
@@ -54,12 +54,13 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._models: dict[Capacity, Task] = {}
+        self.able = Abilities(self.method)
         self.dtype = next(iter(self.task.init().values())).dtype
 
     def model(self, capacity: Capacity) -> Task:
         """The task as the method trains it at one capacity, built once."""
         if capacity not in self._models:
-            self._models[capacity] = model_at(self.method, self.task, capacity)
+            self._models[capacity] = self.able.model(self.task, capacity)
         return self._models[capacity]
 
     def begin(self, capacity: Capacity, client: int) -> Tree:
@@ -83,7 +84,7 @@ class Engine:
         `raw` leaves uploads as they are before the codecs, for whoever really writes them.
         """
         task, shared = self.model(capacity), tree.aligned(shared)
-        codecs = {} if raw else self.method.codecs(round)
+        codecs = {} if raw else self.able.coded.codecs(round)
 
         def one(client: Tree, mine: Tree, visit: Visit, _: object) -> tuple[Tree, Sent, dict[str, Tensor]]:
             client, sent = self.method.client_update(task, client, {**shared, **mine}, visit)
@@ -111,7 +112,7 @@ class Engine:
         `after`: of the model it has right after a local round of its own, which leaves no trace.
         """
         task, shared = self.model(capacity), tree.aligned(shared)
-        plan = dict(self.method.personal_plan(task))
+        plan = dict(self.able.adapts.personal_plan(task))
         if after:
             plan |= {TRAINING + name: amount for name, amount in self.method.plan().items()}
 
@@ -120,17 +121,17 @@ class Engine:
             if after:
                 streams = {k.removeprefix(TRAINING): b for k, b in visit.batches.items() if k.startswith(TRAINING)}
                 client, sent = self.method.client_update(task, client, down, replace(visit, batches=streams))
-                down = self.method.trained(down, sent, capacity)
+                down = self.able.adapts.trained(down, sent, capacity)
                 visit = replace(visit, batches={k: b for k, b in visit.batches.items() if not k.startswith(TRAINING)})
             weights = self.method.personal(task, client, down, visit)
             total: dict[str, Tensor] = {"n": torch.zeros((), dtype=self.dtype)}
             with torch.no_grad():
                 for batch in held:
-                    output = self.method.predict(task, weights, batch.x)
+                    output = self.able.adapts.predict(task, weights, batch.x)
                     for name, values in task.measures(output, batch.y).items():
                         total[name] = total.get(name, 0.0) + (values * batch.w).sum()
                     total["n"] = total["n"] + batch.w.sum()
-            seen = () if after else self.method.observe(client).items()
+            seen = () if after else self.able.observed.observe(client).items()
             return total | {name: value.to(self.dtype) * total["n"] for name, value in seen}
 
         kept = [i for i in ids if len(getattr(self.data, part)[i])]
@@ -154,7 +155,7 @@ class Engine:
     def personal(self, capacity: Capacity, round: int, client: int, row: Tree, down: Tree, common: Tree) -> Tree:
         """The weights one client predicts with."""
         task = self.model(capacity)
-        visit, _, _ = self._visit(client, round, self.method.personal_plan(task), common, capacity=capacity)
+        visit, _, _ = self._visit(client, round, self.able.adapts.personal_plan(task), common, capacity=capacity)
         result: Tree = tree.detach(self.method.personal(task, row, down, visit))
         return result
 

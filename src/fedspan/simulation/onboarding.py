@@ -17,7 +17,7 @@ from fedspan import tree, wire
 from fedspan.data.federated import FederatedData, Index, split
 from fedspan.errors import ConfigError, DataError, FedspanError
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, ClientInfo, Method
+from fedspan.method import Abilities, Capacity, ClientInfo, Method
 from fedspan.methods import Local, PflMf, name_of
 from fedspan.randomness import key
 from fedspan.simulation.engine import Engine
@@ -220,12 +220,12 @@ def _download(simulation: Simulation) -> tuple[Capacity, Tree, int]:
     """What every client of the first capacity gets, and its bytes with the state that all hold in common."""
     method, record, capacity = simulation.method, simulation.record, simulation.capacity[0]
     who, t = name_of(method), record.progress.round
-    if method.needs_groups:
+    if method.about.needs_groups:
         raise ConfigError(f"Onboard: {who} must be told a client's group, and a new client's is not known.")
     down = method.download(record.server, torch.tensor([0]), capacity, t)
     if tree.leaves(down.own):
         raise ConfigError(f"Onboard: the server of {who} keeps a part for each client, and has none for a new one.")
-    shared, coded = wire.roundtrip(down.shared, method.codecs(t))
+    shared, coded = wire.roundtrip(down.shared, simulation.engine.able.coded.codecs(t))
     if not tree.leaves(shared):
         raise ConfigError(f"Onboard: {who} shares nothing that a new client could start from.")
     return capacity, shared, sum(wire.count(shared, coded).values()) + tree.nbytes(record.common)
@@ -246,5 +246,5 @@ def _measure(method: Method, task: Task, weights: Tree, data: FederatedData, row
         return {}
     at = torch.from_numpy(rows)
     with torch.no_grad():
-        found = task.measures(method.predict(task, weights, data.x[at]), data.y[at])
+        found = task.measures(Abilities(method).adapts.predict(task, weights, data.x[at]), data.y[at])
     return {k: float(v.mean()) for k, v in found.items()}

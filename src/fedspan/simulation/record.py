@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.method import Capacity, Federation
+from fedspan.method.fields import flat as flat_keys
 from fedspan.methods import name_of
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.settings import Settings
@@ -73,9 +74,9 @@ class Record:
     ) -> None:
         self.news: dict[str, Tree] = {}
         self.settings, self.out, self.federation, self.read_only = settings, out, federation, read_only
-        self._level = engine.method.level
+        self._level = engine.able.ranked.level
         self.levels: list[Sequence[Capacity]] = [
-            (c,) if engine.task.kinds else engine.method.levels(i) for i, c in enumerate(federation.capacities)
+            (c,) if engine.task.kinds else engine.able.ranked.levels(i) for i, c in enumerate(federation.capacities)
         ]
         self.capacities: list[Capacity] = sorted({c for some in self.levels for c in some}, key=str)
         self.messages: list[str] = []
@@ -84,7 +85,7 @@ class Record:
         loaded = None
         if out is not None:
             identity = {"config": config, "train": settings.deciding(), "seed": engine.seed, "mapping": engine.mapping}
-            identity |= {"method": {"name": name_of(engine.method), **asdict(engine.method)}}
+            identity |= {"method": {"name": name_of(engine.method), **flat_keys(engine.method)}}
             identity |= {"data.fingerprint": fingerprint(engine.data), "model.fingerprint": engine.task.fingerprint()}
             self.directory = RunDirectory(out / "checkpoints", flat(identity), read_only=read_only)
             try:
@@ -110,8 +111,8 @@ class Record:
         if loaded is None:
             first = engine.model(kinds[0])
             self.server: Tree = tree.contiguous(engine.method.init_server(first, self.federation))
-            self.common: Tree = tree.contiguous(engine.method.common(first, self.federation))
-            norm = engine.method.size(self.server)
+            self.common: Tree = tree.contiguous(engine.able.announces.common(first, self.federation))
+            norm = engine.able.observed.size(self.server)
             self.progress = Progress(start_norm=norm, last_norm=norm)
             if out is not None and not read_only:
                 (out / "metrics.jsonl").write_text("")

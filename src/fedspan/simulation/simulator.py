@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from fedspan.errors import ConfigError, Divergence
 from fedspan.learn.aggregate import Mean
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.task import Task
-from fedspan.method import Capacity, Federation, Method, capacity_in
-from fedspan.method.fields import build_dataclass
+from fedspan.method import Capacity, Federation, Method
+from fedspan.method.fields import build, flat, with_keys
 from fedspan.methods import name_of
 from fedspan.randomness import generator
 from fedspan.simulation import evaluation
@@ -88,10 +88,10 @@ class Simulation:
         # Logits of a row are as many as tokens times the vocabulary: no more rows at once than in training.
         held_out = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
         self.engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **held_out)
-        self.capacity = tuple(capacity_in(method, task, i) for i in range(self.data.clients))
+        self.capacity = tuple(self.engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         self.parameters = sum(p.numel() for p in task.init().values())
-        self.config = config or {"method": {"name": name_of(method), **asdict(method)}, "rounds": rounds}
+        self.config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
         kept = {k: v for k, v in self.config.items() if k not in ("train", "rounds", "methods", "method", "name")}
         self.record = Record(self.engine, federation, s, config=kept, out=out, fresh=fresh, read_only=read_only)
         for _ in range(self.record.progress.halvings):
@@ -187,9 +187,9 @@ class Simulation:
         progress = self.record.progress
         progress.totals["evaluate"] += self._last[2]
         progress.seconds["evaluate"] += time.perf_counter() - start
-        seen, kept = self.method.monitor(self.record.server), {}
+        seen, kept = self.engine.able.observed.monitor(self.record.server), {}
         if self.data.clients <= MATRIX_CLIENTS:
-            kept = {k: _rounded(m) for k, m in self.method.matrices(self.record.server).items()}
+            kept = {k: _rounded(m) for k, m in self.engine.able.observed.matrices(self.record.server).items()}
         return {**self._last[1], **({"monitor": seen} if seen else {}), **({"matrices": kept} if kept else {})}
 
     def _remember(self) -> tuple[Tree, Tree, Progress]:
@@ -232,9 +232,9 @@ class Simulation:
         if new_server is not None:
             server = new_server
             norm = self._watch(t, server)
-            news = self.method.announce(server, t)
+            news = self.engine.able.announces.announce(server, t)
             if news is not None:
-                common, told = self.method.hear(common, news), tree.nbytes(news) * self.data.clients
+                common, told = self.engine.able.announces.hear(common, news), tree.nbytes(news) * self.data.clients
             r.progress.last_norm = norm
         # Nothing of the round is kept before all of it is known to be finite.
         for who, old, new in rows:
@@ -295,9 +295,10 @@ class Simulation:
 
     def _download(self, do: str, t: int, c: int, ids: list[int], sizes: Counter[str]) -> Tree:
         """Ask the method for a download, pass it through the codecs, count it, and share it with the workers."""
-        ask = self.method.download_for_use if do == "evaluate" else self.method.download
-        down = ask(self.record.server, torch.tensor(ids), self.capacities[c], t)
-        codecs = self.method.codecs(t)
+        down = self.engine.able.download(
+            self.record.server, torch.tensor(ids), self.capacities[c], t, use=do == "evaluate"
+        )
+        codecs = self.engine.able.coded.codecs(t)
         shared, coded = wire.roundtrip(down.shared, codecs)
         own = down.own
         more: dict[str, Tensor] = {}
@@ -348,7 +349,7 @@ class Simulation:
         """Whether clients have one model and one test set: nothing of their own, no names of their own for classes."""
         if len(self.capacities) > 1 or any(tree.leaves((job.data["rows"], job.data["own"])) for job in jobs):
             return False
-        plan = self.method.personal_plan(self.engine.model(self.capacities[0]))
+        plan = self.engine.able.adapts.personal_plan(self.engine.model(self.capacities[0]))
         return not plan and self.data.relabel is None and all(np.array_equal(rows, held[0]) for rows in held)
 
     # ------------------------------------------------------------------------------------------------ in the workers
@@ -368,14 +369,14 @@ class Simulation:
         sent = answer.sent if len(heard) == len(ids) else tree.take(answer.sent, heard)
         names = [ids[k] for k in heard.tolist()]
         for i, w in zip(names, sent.weight.tolist()):
-            n, bound = len(self.data.train[i]), self.method.weight_bound
-            wire.gate({}, w, who=f"client {i}", declared={}, kind=self.method.weight, examples=n, bound=bound)
+            n, bound = len(self.data.train[i]), self.engine.able.weight_bound
+            wire.gate({}, w, who=f"client {i}", declared={}, kind=self.engine.able.weight, examples=n, bound=bound)
         sizes = {f"up/{k}": v for k, v in wire.count(sent.mean | sent.each).items()}
         sizes |= {f"up/{k}": int(v[heard].sum()) for k, v in answer.coded.items()}
         facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
         return facts, {
             "rows": answer.rows,
-            "mean": partial_sum(self.method, sent, broadcast["shared"], capacity),
+            "mean": partial_sum(self.engine.able, sent, broadcast["shared"], capacity),
             "each": sent.each,
         }
 
@@ -385,7 +386,9 @@ class Simulation:
         """Raise before a state that is not finite, or grows without measure, replaces a good one."""
         p = self.record.progress
         advice = self._advice()
-        return watch(self.method, t, server, before=p.last_norm, start=p.start_norm, who="Simulator", advice=advice)
+        return watch(
+            self.engine.able, t, server, before=p.last_norm, start=p.start_norm, who="Simulator", advice=advice
+        )
 
     def _advice(self) -> str:
         lr = getattr(self.method, "lr", None)
@@ -394,8 +397,8 @@ class Simulation:
 
     def _halve(self) -> None:
         """Halve every step size of the method; workers start anew with it."""
-        rates = {k: v for k, v in asdict(self.method).items() if k == "lr" or k.startswith("lr_")}
-        self.method = replace(self.method, **{k: v / 2 for k, v in rates.items() if v is not None})
+        rates = {k: v for k, v in flat(self.method).items() if k == "lr" or k.startswith("lr_")}
+        self.method = with_keys(self.method, **{k: v / 2 for k, v in rates.items() if v is not None})
         self.engine = replace(self.engine, method=self.method)
         if hasattr(self, "pool"):
             self.pool.close()
@@ -407,8 +410,8 @@ class Simulation:
         if not 0 <= client < self.data.clients:
             raise ConfigError(f"Result: client must lie in 0..{self.data.clients - 1}. Got {client}.")
         capacity, t = self.record.capacity(client), self.record.progress.round
-        down = self.method.download_for_use(self.record.server, torch.tensor([client]), capacity, t)
-        both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, self.method.codecs(t))
+        down = self.engine.able.download(self.record.server, torch.tensor([client]), capacity, t, use=True)
+        both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, self.engine.able.coded.codecs(t))
         weights = self.engine.personal(capacity, t, client, self.record.row(client), both, self.record.common)
         return self.engine.model(capacity), weights
 
@@ -471,7 +474,7 @@ def simulate(
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)
-    chosen = build_dataclass(Settings, settings, "simulate")
+    chosen = build(Settings, settings, "simulate")
     if not isinstance(model, Task):
         dtype = chosen.torch_dtype
         kind = "regression" if data.classes is None else "classification"
@@ -485,21 +488,21 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
     """Refuse what cannot run, before anything runs."""
     if task.stats and settings.batch_size == 1:
         raise ConfigError("Train: batch_size must be at least 2 with batch normalisation. Got 1; or use GroupNorm.")
-    if method.needs_groups and data.groups is None:
+    if method.about.needs_groups and data.groups is None:
         raise ConfigError(
             f"{type(method).__name__}: the partition must know the groups of its clients; use permuted-groups,"
             " label-groups or domains, or choose another method."
         )
     if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
         raise ConfigError("Train: evaluate_part='validation' needs a validation part: set partition.validation > 0.")
-    if task.kinds and not method.any_model:
+    if task.kinds and not method.about.any_model:
         raise ConfigError(
             f"{type(method).__name__}: all clients must have models of one kind. Got {', '.join(task.kinds)}; use a"
             " method that shares no models of theirs, such as fedproto, fedtgp or fedkd."
         )
     for member in task.kinds.values() or [task]:
         _try(member, data)
-    if method.needs_classes:
+    if method.about.needs_classes:
         class_matrix(task, type(method).__name__)
 
 

@@ -20,7 +20,7 @@ from fedspan.data.sources.load import MAX_BYTES
 from fedspan.deploy.experiment import DataKind, Experiment, read_config, read_experiment
 from fedspan.errors import ConfigError, DataError
 from fedspan.learn.task import Task
-from fedspan.method import model_at
+from fedspan.method import Abilities
 from fedspan.storage.tree_file import read_tree
 from fedspan.tree import Tree
 
@@ -43,9 +43,9 @@ def predict_npz(folder: Path, path: Path) -> tuple[NDArray[Any], float | None]:
     x = made.x.to(next(iter(tree.leaves(weights))).dtype)
     if tuple(x.shape[1:]) != tuple(kind.shape):
         raise DataError(f"{path.name}: x must have shape {tuple(kind.shape)}. Got {tuple(x.shape[1:])}.")
-    method, task = experiment.method, _task(experiment, about)
+    able, task = Abilities(experiment.method), _task(experiment, about)
     with torch.no_grad():
-        output = torch.cat([method.predict(task, weights, x[k : k + 512]) for k in range(0, n, 512)])
+        output = torch.cat([able.adapts.predict(task, weights, x[k : k + 512]) for k in range(0, n, 512)])
     found: NDArray[Any] = (output.argmax(1) if kind.classes is not None else output).numpy()
     return found, float((found == y).mean()) if "y" in arrays and kind.classes is not None else None
 
@@ -71,7 +71,7 @@ def export_model(folder: Path, file: Path) -> dict[str, Any]:
 def _task(experiment: Experiment, about: dict[str, Any]) -> Task:
     """The task as the node's client trains it."""
     capacity = experiment.capacity(int(about["client"]), int(about.get("level", 0)))
-    return model_at(experiment.method, experiment.task, capacity)
+    return Abilities(experiment.method).model(experiment.task, capacity)
 
 
 def _load(folder: Path) -> tuple[Experiment, Any, Tree, dict[str, Any]]:

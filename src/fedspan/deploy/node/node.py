@@ -15,6 +15,7 @@ from fedspan.deploy.envelope import Facts
 from fedspan.deploy.experiment import DataKind, Experiment, seat
 from fedspan.deploy.node.client_state import Held, Personal
 from fedspan.errors import Divergence, Refused
+from fedspan.method import Abilities
 from fedspan.simulation.engine import Engine
 from fedspan.storage.tree_file import save_tree
 from fedspan.tree import Tree
@@ -57,7 +58,7 @@ class Node:
 
     def _train(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
         number, t = int(asked["client"]), int(asked["round"])
-        engine, method = self._engine(asked), self.experiment.method
+        engine = self._engine(asked)
         capacity = self.experiment.capacity(number, _level(asked))
         with self._personal(asked) as personal:
             held = self._hear(personal.load(t) or self._begin(asked), asked, payload)
@@ -73,7 +74,7 @@ class Node:
             if held.round == 0:
                 personal.save(replace(held, round=0))  # so that a server set back to the start is followed there
             personal.save(replace(held, row=tree.contiguous(row), round=t))
-        codecs = method.codecs(t)
+        codecs = engine.able.coded.codecs(t)
         upload = {"mean": wire.encode(sent.mean, codecs), "each": wire.encode(sent.each, codecs)}
         facts = {"status": "done", "weight": float(sent.weight), "heard": held.heard, "ahead": held.ahead}
         return facts, wire.pack(tree.contiguous(upload))
@@ -118,7 +119,7 @@ class Node:
         capacity = federation.capacities[number]
         engine = self._engine(asked)
         row = engine.begin(capacity, number)
-        common = e.method.common(engine.model(federation.kinds[0]), federation)
+        common = engine.able.announces.common(engine.model(federation.kinds[0]), federation)
         return Held(tree.contiguous(row), tree.contiguous(common), 0, 0)
 
     def _hear(self, held: Held, asked: Facts, payload: bytes) -> Held | int:
@@ -130,7 +131,7 @@ class Node:
             return held.heard
         common = held.common
         for k in range(held.heard + 1, int(asked["told"]) + 1):
-            common = self.experiment.method.hear(common, brought["news"][str(k)])
+            common = Abilities(self.experiment.method).announces.hear(common, brought["news"][str(k)])
         return replace(held, common=tree.contiguous(common), heard=int(asked["told"]))
 
     def _down(self, asked: Facts, payload: bytes, t: int) -> Tree:
@@ -138,7 +139,7 @@ class Node:
         like: Tree = {}
         for entry in asked["coded"].values():
             like |= meta_tree(entry)
-        return wire.decode(wire.unpack(payload)["down"], self.experiment.method.codecs(t), like)
+        return wire.decode(wire.unpack(payload)["down"], Abilities(self.experiment.method).coded.codecs(t), like)
 
 
 def _level(asked: Facts) -> int:

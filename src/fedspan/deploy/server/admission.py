@@ -16,7 +16,7 @@ import torch
 from fedspan import tree, wire
 from fedspan.deploy.envelope import Facts
 from fedspan.errors import Refused
-from fedspan.method import Capacity, Method, Sent
+from fedspan.method import Abilities, Capacity, Sent
 from fedspan.simulation.engine import Engine
 from fedspan.tree import Tree
 from fedspan.wire import Codec, Schema
@@ -57,7 +57,7 @@ def admit(
     payload: bytes,
     *,
     who: str,
-    method: Method,
+    able: Abilities,
     declared: Declared,
     codecs: Mapping[str, Codec],
     examples: int,
@@ -88,9 +88,9 @@ def admit(
             float(weight),
             who=who,
             declared=declared.schema,
-            kind=method.weight,
+            kind=able.weight,
             examples=examples,
-            bound=method.weight_bound,
+            bound=able.weight_bound,
         )
     except Refused as e:
         raise Refused(str(e) if str(e).startswith(who) else f"{who}: {e}") from None

@@ -151,14 +151,14 @@ class Server:
         sizes: Counter[str] = Counter()
         ready = [i for i in asked if self._known(i)]
         shared, requests, declared = self._requests("train", t, ready, sizes)
-        codecs = self.method.codecs(t)
+        codecs = self.engine.able.coded.codecs(t)
 
         def check(i: int, facts: Facts, payload: bytes) -> Sent:
             return admit(
                 facts,
                 payload,
                 who=f"client {self.roster.names[i]}",
-                method=self.method,
+                able=self.engine.able,
                 declared=declared[i],
                 codecs=codecs,
                 examples=self._examples(i),
@@ -191,7 +191,7 @@ class Server:
         now = {i: r.capacity(i) for i in got}
         for c, capacity in enumerate(r.capacities):
             for i in in_order([i for i in got if now[i] == capacity], examples):
-                mean.add(partial_sum(self.method, stacked(got[i]), shared[c], capacity), float(got[i].weight))
+                mean.add(partial_sum(self.engine.able, stacked(got[i]), shared[c], capacity), float(got[i].weight))
         server = advance(
             self.method,
             r.server,
@@ -208,13 +208,15 @@ class Server:
         p = r.progress
         advice = "the state before it is kept. Use a smaller lr."
         try:
-            norm = watch(self.method, t, server, before=p.last_norm, start=p.start_norm, who="Server", advice=advice)
+            norm = watch(
+                self.engine.able, t, server, before=p.last_norm, start=p.start_norm, who="Server", advice=advice
+            )
         except Divergence:
             r.save(force=True)
             raise
-        news = self.method.announce(server, t)
+        news = self.engine.able.announces.announce(server, t)
         if news is not None:
-            r.common = tree.contiguous(self.method.hear(r.common, news))
+            r.common = tree.contiguous(self.engine.able.announces.hear(r.common, news))
             p.deployed["told"] += 1
             r.news[str(p.deployed["told"])] = tree.contiguous(news)
             while r.news and tree.nbytes(r.news) > max(tree.nbytes(r.common), tree.nbytes(news)):
@@ -249,7 +251,7 @@ class Server:
         self, do: str, t: int, ids: list[int], sizes: Counter[str]
     ) -> tuple[list[Tree], dict[int, tuple[Facts, Tree]], dict[int, Declared]]:
         """What to send to each client, what those of one capacity receive in common, and what uploads must be."""
-        r, codecs = self.record, self.method.codecs(t)
+        r, codecs = self.record, self.engine.able.coded.codecs(t)
         shared: list[Tree] = []
         requests: dict[int, tuple[Facts, Tree]] = {}
         declared: dict[int, Declared] = {}
@@ -259,8 +261,7 @@ class Server:
             if not mine:
                 shared.append({})
                 continue
-            ask = self.method.download_for_use if do == "evaluate" else self.method.download
-            down = ask(r.server, torch.tensor(mine), capacity, t)
+            down = self.engine.able.download(r.server, torch.tensor(mine), capacity, t, use=do == "evaluate")
             shared.append(wire.roundtrip(down.shared, codecs)[0])
             for k, i in enumerate(mine):
                 whole = {**down.shared, **tree.take(down.own, k)}
@@ -270,7 +271,7 @@ class Server:
                 if do == "train":
                     declared[i] = self._declare(t, i, wire.roundtrip(whole, codecs)[0])
                 facts = {"client": i, "clients": self.clients, "coded": describe_coded(whole, set(codecs))}
-                facts["level"] = self.method.level(r.server, i)
+                facts["level"] = self.engine.able.ranked.level(r.server, i)
                 requests[i] = facts, {"down": tree.contiguous(coded)}
         return shared, requests, declared
 
@@ -463,7 +464,7 @@ class Server:
         p.totals["wire"] += sizes["wire"]
         line["bytes"]["evaluate"] = sent
         p.seconds["evaluate"] += time.monotonic() - start
-        seen = self.method.monitor(self.record.server)
+        seen = self.engine.able.observed.monitor(self.record.server)
         return {**self._last[1], **({"monitor": seen} if seen else {})}
 
     def _evaluate(self, t: int, sizes: Counter[str]) -> tuple[dict[str, list[float | None]], dict[str, Any]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedspan.errors import ConfigError, safe_name
-from fedspan.method.fields import build_dataclass
+from fedspan.method.fields import build
 from fedspan.storage.toml import parse_toml, short
 from fedspan.studies.papers.experiment_file import Paper, PaperExperiment, PaperRow, Quick
 
@@ -71,9 +71,9 @@ def parse(raw: bytes | str, name: str) -> PaperExperiment:
     lines = values.pop("rows", [])
     if not isinstance(lines, list) or not lines or not all(isinstance(line, dict) for line in lines):
         raise ConfigError(f"Reproduce: {name}.toml must list its rows as [[rows]] sections. Got none.")
-    paper = build_dataclass(Paper, sections["paper"], "Reproduce: [paper]")
-    grid = build_dataclass(_Grid, sections["grid"], "Reproduce: [grid]")
-    runs = build_dataclass(_Runs, sections["runs"], "Reproduce: [runs]")
+    paper = build(Paper, sections["paper"], "Reproduce: [paper]")
+    grid = build(_Grid, sections["grid"], "Reproduce: [grid]")
+    runs = build(_Runs, sections["runs"], "Reproduce: [runs]")
     for label, figures in paper.values.items():
         if len(figures) not in (1, 2):
             raise ConfigError(f"Reproduce: the figure of '{label[:60]}' must be [mean, ±] or [mean]. Got {figures}.")
@@ -90,12 +90,12 @@ def parse(raw: bytes | str, name: str) -> PaperExperiment:
         seeds=runs.seeds,
         validation=runs.validation,
         tuning_rounds=runs.tuning_rounds,
-        quick=build_dataclass(Quick, sections["quick"], "Reproduce: [quick]"),
+        quick=build(Quick, sections["quick"], "Reproduce: [quick]"),
     )
 
 
 def _rows(values: dict[str, Any], lr: tuple[float, ...], paper: Paper) -> Iterator[PaperRow]:
-    line = build_dataclass(_Line, values, "Reproduce: [[rows]]")
+    line = build(_Line, values, "Reproduce: [[rows]]")
     if not line.label or not line.method:
         raise ConfigError(f"Reproduce: every row must have a label and a method. Got {short(values)}.")
     if not (lr if line.lr is None else line.lr):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedspan.layers import Layout
+from fedspan.learn.optimizer import Optimizer
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.report.canvas import panels
 from fedspan.studies.theory.images import QUICK, Images, Size, accuracy, colour, epochs, network, settled
@@ -34,7 +35,7 @@ def run(root: str | None = None, quick: bool = False, say: Callable[[str], None]
 
 def compare(images: Images, size: Size, *, seed: int = 0, say: Callable[[str], None] = lambda _: None) -> Outcome:
     """Accuracy on the test pictures over the epochs: every layout with μ and without it, and the plain model."""
-    method = FactorizedLocal(lr=0.01, momentum=0.9)
+    method = FactorizedLocal(lr=0.01, optimizer=Optimizer(momentum=0.9))
     plain = network(images, seed)
     cases = {"plain model": plain}
     for layout in MEANING:
@@ -67,7 +68,7 @@ def compare(images: Images, size: Size, *, seed: int = 0, say: Callable[[str], N
     says = f"Mean of the last five epochs: {'; '.join(parts)}. The plain model has {mean['plain model']:.1%}."
     numbers: dict[str, Any] = {
         "seed": seed, "images": len(images.y), "tested_on": len(images.y_test), "epochs": size.epochs,
-        "batch": size.batch, "lr": method.lr, "momentum": method.momentum, "lambda": method.lam,
+        "batch": size.batch, "lr": method.lr, "momentum": method.optimizer.momentum, "lambda": method.lam,
         "parameters_without_mu": counts, "accuracy": curves,
     }  # fmt: skip
     titles = ["layout", "meaning", "parameters without μ", "accuracy", "last five", "without μ", "last five"]

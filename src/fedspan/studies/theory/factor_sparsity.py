@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedspan import tree
+from fedspan.learn.optimizer import Optimizer
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.report.canvas import panels
 from fedspan.studies.theory.images import (
@@ -46,7 +47,7 @@ def compare(
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Entries that are not zero, and accuracy on the test pictures: the plain model, each λ, and a model without μ."""
-    method = FactorizedLocal(lr=0.01, momentum=0.9)
+    method = FactorizedLocal(lr=0.01, optimizer=Optimizer(momentum=0.9))
     plain = network(images, seed)
     cases = {"plain": (method, plain)}
     for lam in lambdas:
@@ -83,7 +84,7 @@ def compare(
     says = f"Mean of the last five epochs: the plain model has {mean['plain']:.1%} with {full:,} parameters; {found}."
     numbers: dict[str, Any] = {
         "seed": seed, "images": len(images.y), "tested_on": len(images.y_test), "epochs": size.epochs,
-        "batch": size.batch, "lr": method.lr, "momentum": method.momentum, "lambdas": list(lambdas),
+        "batch": size.batch, "lr": method.lr, "momentum": method.optimizer.momentum, "lambdas": list(lambdas),
         "parameters": full, "nonzero": held, "share_of_mu": share, "accuracy": curves,
     }  # fmt: skip
     titles = ["model", "non-zeros", "of the plain one's", "of μ", "accuracy", "last five"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedspan.layers import in_head, part, structured
+from fedspan.learn.optimizer import Optimizer
 from fedspan.learn.task import Task
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.randomness import generator
@@ -93,7 +94,7 @@ def compare(
     first, second = mnist.halves()
     names = torch.from_numpy(generator(seed, "names").permutation(mnist.classes))
     others = {SAME: second, PERMUTED: second.renamed(names), OTHER: cifar}
-    method = FactorizedLocal(lr=0.01, momentum=0.9)
+    method = FactorizedLocal(lr=0.01, optimizer=Optimizer(momentum=0.9))
     plain = network(first, seed)
     tasks = {"plain": plain, "factorised": method.model(plain, None)}
     far: dict[str, dict[str, list[list[float]]]] = {name: {} for name in others}  # [epoch][layer] by kind
@@ -136,7 +137,7 @@ def compare(
     titles += [f"averaged, epoch {at[0]}", f"averaged, epoch {at[-1]}"]
     numbers: dict[str, Any] = {
         "seed": seed, "images": len(first.y), "epochs": size.epochs, "batch": size.batch, "lr": method.lr,
-        "momentum": method.momentum, "lambda": method.lam, "layers": layers, "distance": far,
+        "momentum": method.optimizer.momentum, "lambda": method.lam, "layers": layers, "distance": far,
         "distance_of_the_body": means, "accuracy_alone": reached,
         "averaged_after": at, "accuracy_averaged": together,
         "distance_averaged": joined, "distance_averaged_of_the_body": rounds,

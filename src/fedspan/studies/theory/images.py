@@ -128,7 +128,9 @@ def epochs(
             "train"
         ]
         stream = Batches(images.x, images.y, torch.from_numpy(order), key(seed, "train", t))
-        params, velocity = sgd_from(objective, params, velocity, stream, method.lr, momentum=method.momentum, prox=prox)
+        params, velocity = sgd_from(
+            objective, params, velocity, stream, method.lr, momentum=method.optimizer.momentum, prox=prox
+        )
         yield params
 
 

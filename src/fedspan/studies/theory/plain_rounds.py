@@ -28,7 +28,7 @@ class Rounds:
         self.clients, self.round = self.data.clients, 0
         federation = Federation(self.clients, seed)
         self.server: Tree = method.init_server(problem.task, federation)
-        self.common: Tree = method.common(problem.task, federation)
+        self.common: Tree = self.engine.able.announces.common(problem.task, federation)
         who = [ClientInfo(i, None, key(seed, "client", i), seed) for i in range(self.clients)]
         self.rows: Tree = tree.stack([method.init_client(problem.task, w) for w in who])
 
@@ -41,7 +41,8 @@ class Rounds:
         at = torch.tensor(ids)
         shared, own = self.method.download(self.server, at, None, self.round)
         answer = self.engine.update(None, self.round, ids, tree.take(self.rows, at), shared, own, self.common)
-        lifted = vmap(lambda mean: self.method.lift(mean, shared, None))(answer.sent.mean)
+        lifts = self.engine.able.lifts
+        lifted = vmap(lambda mean: lifts.lift(mean, shared, None))(answer.sent.mean) if lifts else answer.sent.mean
         weights = answer.sent.weight
         sizes = torch.from_numpy(self.data.sizes[ids]).to(weights.dtype)
         mean, none = weighted_mean(lifted, weights), torch.empty(0, dtype=torch.int64)

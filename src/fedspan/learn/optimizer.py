@@ -1,0 +1,67 @@
+"""How clients take their steps, and how step sizes fall over the rounds: values that a method holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Lt
+
+from fedspan.learn.batches import Batch
+from fedspan.learn.sgd import NO_PROX, Loss, Prox, adamw, sgd
+from fedspan.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """A client's optimiser: SGD with momentum and weight decay, or AdamW. It starts anew in every round."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "optimizer": "rule",
+        "momentum": "momentum",
+        "weight_decay": "weight_decay",
+    }
+
+    rule: Literal["sgd", "adamw"] = "sgd"
+    """The clients' optimiser."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Momentum of the clients' SGD."""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """Weight decay of the clients' optimiser, decoupled for AdamW."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is −lr·gradient and nothing else."""
+        return self.rule == "sgd" and not self.momentum and not self.weight_decay
+
+    def fit(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox = NO_PROX) -> Tree:
+        """Train `params` on a stream, one step per batch; `prox` is applied to single parameters after every step."""
+        if self.rule == "adamw":
+            return adamw(loss, params, batches, lr, weight_decay=self.weight_decay, prox=prox)
+        return sgd(loss, params, batches, lr, momentum=self.momentum, weight_decay=self.weight_decay, prox=prox)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the step size falls over the rounds: along a cosine, or not at all."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {"lr_min": "lr_min", "cycle": "cycle"}
+
+    lr_min: Annotated[float, Ge(0)] = 0.001
+    """The step size at the end of a cycle."""
+    cycle: Annotated[int, Ge(1)] | None = None
+    """Rounds in which the step size falls from `lr` to `lr_min` along a cosine, then starts anew; none: no fall."""
+
+    def rate(self, lr: float, round: int) -> float:
+        """The step size of a round."""
+        if self.cycle is None:
+            return lr
+        done = (round - 1) % self.cycle / self.cycle
+        return self.lr_min + (lr - self.lr_min) * (1 + math.cos(math.pi * done)) / 2
+
+
+def cosine(cycle: int, lr_min: float = 0.001) -> Schedule:
+    """A step size that falls along a cosine in `cycle` rounds, then starts anew."""
+    return Schedule(cycle=cycle, lr_min=lr_min)
