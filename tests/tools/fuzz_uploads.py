@@ -19,9 +19,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "deploy"))
 
 import numpy as np
 import torch
+from flower_grid import experiment_of
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from conftest import make_data, make_task
@@ -34,7 +36,6 @@ from fedspan.learn.aggregate import Mean
 from fedspan.method import Abilities, Sent
 from fedspan.methods import FactorizedFLBeta, FedAvg, FedKd, PflMf
 from fedspan.simulation.driver import advance, partial_sum, stacked
-from flower_grid import experiment_of
 
 EXAMPLES = 20
 

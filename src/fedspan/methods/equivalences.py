@@ -197,7 +197,7 @@ LINES: tuple[Line, ...] = (
     Line(
         (),
         "any server optimiser(sgd, step 1, no momentum) = the mean",
-        "test_server_step::test_a_step_of_one_without_momentum_is_the_mean",
+        "test_server_optimizer::test_a_step_of_one_without_momentum_is_the_mean",
     ),
     Line(("local", "fedavg"), "FedAvg(one client) = Local", "test_limits::test_fedavg_with_one_client_is_local"),
     Line(
@@ -238,7 +238,7 @@ LINES: tuple[Line, ...] = (
     Line(
         ("pfl-mf-joint",),
         "pFL-MF joint(server optimiser of step 1) = the mean",
-        "test_server_step::test_a_step_of_one_without_momentum_is_the_mean",
+        "test_server_optimizer::test_a_step_of_one_without_momentum_is_the_mean",
     ),
     Line(
         ("prism",),

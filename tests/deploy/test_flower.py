@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from flower_grid import FIRST_NODE, FakeGrid, deployed, deployed_on, experiment_of, held_by
 from flwr.app import Error, Message
 
 from conftest import assert_same, failing, make_data, make_task
@@ -32,7 +33,6 @@ from fedspan.errors import CheckpointError, ConfigError, Refused
 from fedspan.method import Abilities
 from fedspan.methods import FedAvg, FedLoRU, FedRep, make
 from fedspan.tree import Outer
-from flower_grid import FIRST_NODE, FakeGrid, deployed, deployed_on, experiment_of, held_by
 from tools.fuzz_uploads import fuzz
 
 

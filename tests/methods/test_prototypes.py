@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_limits import MAPPING, STEPS, run, same_models
 from torch import Tensor, nn
 
 from conftest import assert_close, make_data, make_task, method_of
@@ -24,7 +25,6 @@ from fedspan.learn.task import Task
 from fedspan.method import Federation, Round
 from fedspan.methods import FedProto, FedTgp, Local
 from fedspan.tree import Tree
-from test_limits import MAPPING, STEPS, run, same_models
 
 # Equations are checked one client after another; that mapped clients do the same is checked for every method.
 LOOP = pytest.mark.parametrize("mapping", ["loop"])

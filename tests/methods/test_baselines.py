@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_limits import MAPPING, STEPS, models, run, same_models
 from torch import Tensor, nn
 
 from conftest import assert_close, assert_same, make_data, make_task, method_of
@@ -59,7 +60,6 @@ from fedspan.methods import (
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
-from test_limits import MAPPING, STEPS, models, run, same_models
 
 # Equations are checked one client after another; that mapped clients do the same is checked for every method.
 LOOP = pytest.mark.parametrize("mapping", ["loop"])

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from browser import CHROMIUM, Tab, browser
+from test_report import run
+from test_watch import add, served, start
+
 from fedspan.report import write_page
 from fedspan.report.live import HOST, Watch
 from fedspan.report.runs import Run
-from test_report import run
-from test_watch import add, served, start
 
 pytest.importorskip("websockets", reason="the browser is spoken to over websockets")
 pytestmark = [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_report import lines, result, run, write
 
 from conftest import call, failing
 from fedspan.errors import FedspanError
@@ -19,7 +20,6 @@ from fedspan.report.grid import latex_text
 from fedspan.report.paired import holm, p_values, pairs
 from fedspan.report.runs import as_run
 from fedspan.report.tables import usual_target
-from test_report import lines, result, run, write
 
 LINE = re.compile(r"^(.*) \\\\$")
 

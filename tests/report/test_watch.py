@@ -10,11 +10,11 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+from test_report import lines, read, result, write
 
 from conftest import failing
 from fedspan.errors import FedspanError
 from fedspan.report.live import HOST, Lines, Watch, going, serve
-from test_report import lines, read, result, write
 
 CONFIG = 'seed = 3\nrounds = 9\n[method]\nname = "fedavg"\n'
 

@@ -244,7 +244,7 @@ def test_bytes_are_those_of_the_run(here: Path, method: str) -> None:
 def test_bytes_of_factorized_fl_as_published_and_as_they_travel(here: Path) -> None:
     from fedspan.cli.bytes import count, find_rule
 
-    exp = Path(__file__).parent.parent / "experiments" / "factorized-fl-bytes.toml"
+    exp = Path(__file__).parents[2] / "experiments" / "factorized-fl-bytes.toml"
 
     def total(method: str, rule: str) -> int:
         config = load_config(exp, [f"method.name={method}", f"data.root={here}"]).resolve()  # where no data are

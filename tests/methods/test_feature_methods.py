@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_limits import MAPPING, STEPS, models, run, same_models
 from torch import Tensor, nn
 
 from conftest import assert_close, assert_same, make_task, method_of
@@ -28,7 +29,6 @@ from fedspan.methods import FedAs, FedAvg, FedKd, FedPer, FedRep, Flute, Local, 
 from fedspan.methods.flute import collapse
 from fedspan.methods.pfedfda import Gaussians
 from fedspan.tree import Tree
-from test_limits import MAPPING, STEPS, models, run, same_models
 
 # Equations are checked one client after another; that mapped clients do the same is checked for every method.
 LOOP = pytest.mark.parametrize("mapping", ["loop"])

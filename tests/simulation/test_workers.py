@@ -108,7 +108,7 @@ def test_an_error_in_a_worker_brings_its_traceback() -> None:
     with Pool(handle, 2) as pool, pytest.raises(WorkerError) as e:
         list(pool.run([job(0), job(1, do="crash"), job(2)]))
     text = str(e.value)
-    assert "Traceback" in text and "KeyError: 'no such layer: body.7'" in text and "test_pool.py" in text
+    assert "Traceback" in text and "KeyError: 'no such layer: body.7'" in text and "test_workers.py" in text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fedspan import tree
 from fedspan.errors import CheckpointError
 from fedspan.simulation.simulator import Simulation
 
-TOOLS = Path(__file__).parent / "tools"
+TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 from runs import Child, outcome, play, rounds_done, warm_up  # noqa: E402
