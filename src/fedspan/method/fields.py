@@ -249,7 +249,7 @@ def allowed(hint: Any, value: Any = None) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(allowed(a, value) for a in args if a is not type(None))
     if origin in (tuple, list):
-        inside = next((v for v in value if not fits(args[0], v)), None) if isinstance(value, tuple | list) else None
+        inside = next((v for v in value if not fits(args[0], v)), 0) if isinstance(value, tuple | list) else None
         least = {0: "", 1: "one or more "}.get(_shortest(limits), f"{_shortest(limits)} or more ")
         return f"a list of {least}{_plural(allowed(args[0], inside)) if args else 'values'}"
     if base in (int, float):
