@@ -95,7 +95,7 @@ class Sharing(Averaging, Adapts):
         return task.need_head() if self.private_head else []
 
     def split(self, task: Task, params: Params) -> tuple[Params, Params]:
-        """What is shared and what stays at home."""
+        """Split parameters into what is shared and what stays on the client."""
         mine = [*self.private(task), *(task.stats if self.local_stats else ())]
         return tree.without(params, mine), tree.select(params, mine)
 

@@ -36,8 +36,11 @@ class FedSim(Sharing):
     private_head: bool = True
     server: ServerOptimizer = SERVER
     l2: NonNegative = 0.0
+    """Weight of the term l2/2 ‖v − v₀‖² on the personal parameters v."""
     l2_towards: Literal["zero", "start"] = "zero"
+    """v₀, where that term pulls them: zero, or their start."""
     personal_layers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of the parameters that stay on the client; none: the head."""
 
     def private(self, task: Task) -> list[str]:
         """The layers named, or the head."""
@@ -62,12 +65,19 @@ class FedAlt(Sharing):
     private_head: bool = True
     server: ServerOptimizer = SERVER
     l2: NonNegative = 0.0
+    """Weight of the term l2/2 ‖v − v₀‖² on the personal parameters v."""
     l2_towards: Literal["zero", "start"] = "zero"
+    """v₀, where that term pulls them: zero, or their start."""
     personal_layers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of the parameters that stay on the client; none: the head."""
     v_epochs: Count = 1
+    """Epochs in which the personal parameters v are trained, with the shared ones fixed."""
     u_epochs: Count | None = None
+    """Epochs in which the shared parameters u are trained, with the personal ones fixed; the run's if not given."""
     v_steps: Count | None = None
+    """The most minibatches of a round that v is trained on; all of its epochs if not given."""
     stateful: bool = True
+    """Whether v is kept from round to round; if not, it is fitted anew in every round and at every use."""
 
     def private(self, task: Task) -> list[str]:
         """The layers named, or the head."""

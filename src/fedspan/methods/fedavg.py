@@ -43,6 +43,7 @@ class FedProx(Sharing):
     local_stats: ClassVar[bool] = False
 
     mu: NonNegative = 0.01
+    """μ, the weight of the proximal term μ/2 ‖w − w^t‖² in a client's loss; 0 is FedAvg."""
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         start: Params = down["theta"]

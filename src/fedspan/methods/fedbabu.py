@@ -26,7 +26,9 @@ class FedBabu(Sharing):
     about = About(reference="Oh et al., ICLR 2022")
 
     finetune_epochs: Count = 5
+    """Epochs in which a client fine-tunes the model before use; the result is thrown away afterwards."""
     finetune: Literal["all", "head", "body"] = "all"
+    """What is fine-tuned before use."""
 
     def private(self, task: Task) -> list[str]:
         """The head is never sent."""

@@ -21,6 +21,7 @@ class FedPer(Sharing):
 
     private_head: bool = True
     personal_layers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of the parameters that stay on the client; none: the head."""
 
     def private(self, task: Task) -> list[str]:
         """The layers named, or the head."""
@@ -42,6 +43,7 @@ class LgFedAvg(Sharing):
     about = About(reference="Liang et al., 2020", any_model=True)
 
     personal_layers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of the parameters that stay on the client; none: all below the head."""
 
     def private(self, task: Task) -> list[str]:
         """The layers named, or all below the head."""

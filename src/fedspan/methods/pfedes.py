@@ -34,8 +34,11 @@ class PFedEs(Averaging):
     about = About(reference="Yi et al., 2023", any_model=True)
 
     mu: Fraction = 0.5
+    """μ, the share of the loss on extracted inputs in the training of a client's model."""
     width: AtLeast1 = 8
+    """Channels, or units, between the two layers of the extractor."""
     lr_extractor: NonNegative | None = None
+    """The extractor's learning rate; `lr` if not given."""
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         first = next((m for m in task.module.modules() if isinstance(m, nn.Conv2d | nn.Linear | nn.Embedding)), None)
@@ -94,8 +97,8 @@ class PFedAfm(Averaging, Adapts):
     """pFedAFM. Yi et al., 2024: features of the client's own model and of a small common one, mixed per dimension.
 
     Symbols: theta = the client's whole model, w = the common body, of the smallest kind of model, alpha = α ∈ [0, 1]^D.
-    The head gets α ∘ R(theta) + (1 − α) ∘ R(w). First theta and α (step size `lr_alpha`, starting at 1, cut to [0, 1]
-    after every step) are trained with w as received, then w alone with α = 0 and the head fixed, for as many epochs;
+    The head gets α ∘ R(theta) + (1 − α) ∘ R(w). First theta and α (learning rate `lr_alpha`, starting at 1, cut to [0,
+    1] after every step) are trained with w as received, then w alone with α = 0 and the head fixed, for as many epochs;
     the server averages w. `private_head` plays no part. Kept: theta, alpha (and stats, w's running statistics). Sent:
     w.
     """
@@ -103,7 +106,9 @@ class PFedAfm(Averaging, Adapts):
     about = About(reference="Yi et al., 2024", any_model=True, needs_classes=True)
 
     lr_alpha: NonNegative = 0.1
+    """Learning rate of α, the mixture of features."""
     lr_common: NonNegative | None = None
+    """Learning rate of the common body; `lr` if not given."""
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return self.server.begin({"w": tree.select(task.smallest.init(), task.smallest.body)})
@@ -122,7 +127,7 @@ class PFedAfm(Averaging, Adapts):
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         small, start = task.smallest, client["alpha"]
         received = down["w"] | client["stats"]
-        # One step size for both: α = α_0 + s·b moves by s² times the step that b takes.
+        # One learning rate for both: α = α_0 + s·b moves by s² times the step that b takes.
         s = math.sqrt(self.lr_alpha / self.lr) if self.lr else 0.0
         bound = {"b": lambda b: ((start + s * b).clamp(0, 1) - start) / s} if s else {}
 
