@@ -29,7 +29,9 @@ from fedspan.errors import ConfigError, nearest
 T = TypeVar("T")
 
 Positive: TypeAlias = Annotated[float, Gt(0)]
+"""A finite number above 0."""
 NonNegative: TypeAlias = Annotated[float, Ge(0)]
+"""A finite number of at least 0."""
 Fraction: TypeAlias = Annotated[float, Ge(0), Le(1)]
 """A number in [0, 1]."""
 Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
@@ -37,7 +39,9 @@ Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
 Decay: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 """A number in [0, 1): a momentum, a moving average's weight."""
 Count: TypeAlias = Annotated[int, Ge(0)]
+"""An integer of at least 0."""
 AtLeast1: TypeAlias = Annotated[int, Ge(1)]
+"""An integer of at least 1."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ def fits(hint: Any, value: Any) -> bool:
         return any(fits(a, value) for a in args)
     if origin is tuple:
         long_enough = isinstance(value, tuple) and len(value) >= _shortest(limits)
-        return long_enough and all(fits(args[0], v) for v in value if args)
+        return long_enough and all(fits(args[0], v) for v in value)
     if base in (int, float):
         return _is_number(base, value) and _lets_in(limits, value)
     kind = origin or base
@@ -251,7 +255,7 @@ def allowed(hint: Any, value: Any = None) -> str:
     if origin in (tuple, list):
         inside = next((v for v in value if not fits(args[0], v)), 0) if isinstance(value, tuple | list) else None
         least = {0: "", 1: "one or more "}.get(_shortest(limits), f"{_shortest(limits)} or more ")
-        return f"a list of {least}{_plural(allowed(args[0], inside)) if args else 'values'}"
+        return f"a list of {least}{_plural(allowed(args[0], inside))}"
     if base in (int, float):
         return _number(base, limits, isinstance(value, int | float) and not isinstance(value, bool))
     words = {str: "a string", bool: "true or false"}
