@@ -55,6 +55,8 @@ class AmhtLrs(Averaging, Adapts, Observed):
     about = About(family="pfl-mf", reference="Pal et al., AISTATS 2024")
 
     weighting: Literal["samples", "uniform"] = "uniform"
+    private_head: bool = False
+    """Must be false, as the head is U w + b."""
     rank: AtLeast1 = 4
     """r, the dimension of the shared subspace."""
     sparsity: Count = 10
@@ -74,7 +76,7 @@ class AmhtLrs(Averaging, Adapts, Observed):
     lr_b: NonNegative = 1.0
     """Size of a step on b; 1 is the inverse of the largest curvature."""
     lr_u: NonNegative = 1.0
-    """Size of the server's step on U; 1 goes all the way to the solution."""
+    """Size of the server's step on U; 1 goes all the way where it solves."""
     ridge: Positive = 1e-3
     """What is added to a curvature before it is inverted, as a share of its mean."""
 

@@ -42,9 +42,9 @@ class Cfl(Sharing, Observed):
 
     weighting: Literal["samples", "uniform"] = "uniform"
     eps_1: Threshold = "auto"
-    """ε₁: a cluster is split only while its mean update's norm is below it; `auto` is 0.4 of the first m."""
+    """ε₁: a cluster is split only while its mean update's norm is below it; `auto`: 0.4 of round 1's largest."""
     eps_2: Threshold = "auto"
-    """ε₂: a cluster is split only if its largest update's norm is above it; `auto` is 0.8 of the first m."""
+    """ε₂: a cluster is split only if its largest update's norm is above it; `auto`: 0.8 of round 1's."""
     gamma_max: Decay | None = None
     """γ_max, which γ = √((1 − largest similarity across)/2) of a split must exceed; not asked if not given."""
     min_size: AtLeast1 = 2

@@ -40,7 +40,7 @@ class FedSim(Sharing):
     l2_towards: Literal["zero", "start"] = "zero"
     """v₀, where that term pulls them: zero, or their start."""
     personal_layers: tuple[str, ...] = ()
-    """Names, or beginnings of names, of the parameters that stay on the client; none: the head."""
+    """Names, or beginnings of names, of the parameters that stay on the client; none: as `private_head` says."""
 
     def private(self, task: Task) -> list[str]:
         """The layers named, or the head."""
@@ -69,7 +69,7 @@ class FedAlt(Sharing):
     l2_towards: Literal["zero", "start"] = "zero"
     """v₀, where that term pulls them: zero, or their start."""
     personal_layers: tuple[str, ...] = ()
-    """Names, or beginnings of names, of the parameters that stay on the client; none: the head."""
+    """Names, or beginnings of names, of the parameters that stay on the client; none: as `private_head` says."""
     v_epochs: Count = 1
     """Epochs in which the personal parameters v are trained, with the shared ones fixed."""
     u_epochs: Count | None = None

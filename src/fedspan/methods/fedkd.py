@@ -42,7 +42,7 @@ class FedKd(Sharing, Coded):
     distill: NonNegative = 1.0
     """Weight of what mentor and mentee learn from each other."""
     clip: Positive = 10.0
-    """The largest norm of a gradient, of the mentor, the mentee and W each."""
+    """Gradients of mentor, mentee and W are each clipped to this norm."""
     energy_start: Share = 0.95
     """Share of a matrix's energy (squared singular values) that travels in the first round."""
     energy_end: Share = 0.98

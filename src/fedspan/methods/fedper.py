@@ -21,7 +21,7 @@ class FedPer(Sharing):
 
     private_head: bool = True
     personal_layers: tuple[str, ...] = ()
-    """Names, or beginnings of names, of the parameters that stay on the client; none: the head."""
+    """Names, or beginnings of names, of the parameters that stay on the client; none: as `private_head` says."""
 
     def private(self, task: Task) -> list[str]:
         """The layers named, or the head."""
@@ -42,6 +42,8 @@ class LgFedAvg(Sharing):
 
     about = About(reference="Liang et al., 2020", any_model=True)
 
+    private_head: bool = False
+    """Plays no part: the head is what is shared."""
     personal_layers: tuple[str, ...] = ()
     """Names, or beginnings of names, of the parameters that stay on the client; none: all below the head."""
 

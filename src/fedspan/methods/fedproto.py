@@ -111,12 +111,14 @@ class FedTgp(FedProto):
     layer) gives G_c, trained for `server_epochs` on the uploads P of the round by cross-entropy over −(‖P − G_j‖ +
     δ·1[j = c]), so that classes stand apart by a margin δ = min(largest distance of a class to its nearest, τ), taken
     between the classes' mean uploads. Symbols: p = G, sent down for classes that were ever trained; g = the generator;
-    tau = τ. Kept: theta. Sent: p and n, each client's own. `weighting` plays no part: every upload counts alike. The
-    authors' script has λ = 10 (their code's default is 1), 100 server epochs and τ = 100.
+    tau = τ. Kept: theta. Sent: p and n, each client's own. Every upload counts alike. The authors'
+    script has λ = 10 (their code's default is 1), 100 server epochs and τ = 100.
     """
 
     about = About(reference="Zhang et al., AAAI 2024")
 
+    weighting: Literal["samples", "uniform"] = "samples"
+    """Plays no part: every upload counts alike."""
     server_epochs: AtLeast1 = 100
     """Epochs in which the server trains its generator on the prototypes of a round."""
     server_batch: AtLeast1 = 10

@@ -47,6 +47,7 @@ class Flute(Sharing, Observed):
     about = About(reference="Liu, Shen and Yang, NeurIPS 2024", needs_classes=True)
 
     private_head: bool = True
+    """Must be true, as every client has a head of its own."""
     head_epochs: Count = 9
     """Epochs in which the head is trained, with the body fixed."""
     rep_epochs: Count | None = None

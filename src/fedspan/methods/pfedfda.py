@@ -47,6 +47,8 @@ class PFedFda(Sharing):
     about = About(reference="McLaughlin and Su, NeurIPS 2024", needs_classes=True)
 
     lr: NonNegative = 0.01
+    private_head: bool = False
+    """Plays no part: the head is computed from statistics and never sent."""
     beta: Fraction | None = None
     """β, the share of the client's own statistics; found by two-fold validation if not given."""
     single_beta: bool = False

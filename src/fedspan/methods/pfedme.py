@@ -31,6 +31,7 @@ class PFedMe(Sharing):
     about = About(reference="T. Dinh et al., NeurIPS 2020")
 
     lr: NonNegative = 0.05
+    """η, the learning rate of a client's copy of the global model."""
     lam: NonNegative = 15.0
     """λ, how strongly the personal model is held to the client's copy of the global one."""
     inner_steps: AtLeast1 = 5

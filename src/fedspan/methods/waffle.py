@@ -46,7 +46,7 @@ class Waffle(Sharing, Converts):
     factors: AtLeast1 | None = None
     """F, the number of factors in a layer's dictionary; the smaller side of its weight if not given."""
     alpha: Positive | None = None
-    """α of the Indian buffet process, about how many factors a client uses; F if not given."""
+    """α of the Indian buffet process: the larger, the more factors a client uses; F if not given."""
     tau: Positive = 0.5
     """Temperature of the relaxed Bernoulli that z is drawn from: the lower, the nearer to 0 or 1."""
     temperature: NonNegative = 1.0
