@@ -174,10 +174,14 @@ def test_numbers_beyond_their_limits_are_refused_for_every_key(name: str) -> Non
         (Told, {"momentum": 1.0}, "Who: momentum must be a finite number >= 0 and < 1. Got 1.0."),
         (Told, {"optimizer": "adam"}, "Who: optimizer must be one of 'sgd', 'adamw'. Got 'adam'."),
         (Told, {"rnak": 2}, "Who: unknown key 'rnak'. Did you mean 'rank'?"),
+        (METHODS["cfl"], {"eps_1": -1.0}, "Who: eps_1 must be a number in [0, inf] or 'auto'. Got -1.0."),
+        (METHODS["cfl"], {"eps_2": "never"}, "Who: eps_2 must be a number or 'auto'. Got 'never'."),
+        (METHODS["pfedpara"], {"gamma": 2.0}, "Who: gamma must be a number in [0, 1]. Got 2.0."),
         (Settings, {"batch_size": "half"}, "Who: batch_size must be an integer >= 1 or 'full'. Got 'half'."),
         (Devices, {"ratios": []}, "Who: ratios must be a list of one or more numbers in (0, 1]. Got []."),
         (Devices, {"gflops": [1.0, 0.0]}, "Who: gflops must be a list of finite numbers > 0. Got [1.0, 0.0]."),
         (Devices, {"gflops": 3.0}, "Who: gflops must be a list of numbers. Got 3.0."),
+        (Policy, {"norm_factor": 0.5}, "Who: norm_factor must be a number in [1, inf]. Got 0.5."),
         (Policy, {"deadline": 0.0}, "Who: deadline must be a number in [0.1, 86400]. Got 0.0."),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
@@ -197,6 +201,11 @@ def test_a_class_made_in_python_is_checked_as_well() -> None:
         Settings(participation="all")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^Devices: ratios must be a list of one or more numbers in"):
         Devices(ratios=())
+
+
+def test_infinity_fits_where_it_is_a_limit() -> None:
+    assert make("cfl", eps_1=math.inf, eps_2=math.inf) == METHODS["cfl"](eps_1=math.inf, eps_2=math.inf)
+    assert Policy(norm_factor=math.inf).norm_factor == math.inf
 
 
 def test_the_caller_may_say_who() -> None:

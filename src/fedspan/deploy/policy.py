@@ -1,4 +1,4 @@
-"""On what terms a deployment runs: deadlines, quorum, over-selection, bounds."""
+"""The policy of a deployment: deadlines, quorum, over-selection, bounds."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fedspan.randomness import generator
 class Settings:
     """How a run is carried out: the `[train]` section of an experiment file.
 
-    `mapping`, `chunk` and everything above them decide the numbers; what follows does not.
+    `mapping`, `chunk` and everything above them but `evaluate_after` decide the numbers; what follows does not.
     """
 
     participation: Share = 1.0
