@@ -154,9 +154,9 @@ def test_an_experiment_says_what_devices_there_are(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"gflops": (1.0,)}, "gflops and mbps must be given together"),
-        ({"gflops": (0.0,), "mbps": (1.0,)}, "gflops must be finite numbers > 0. Got [0.0]"),
+        ({"gflops": (0.0,), "mbps": (1.0,)}, "gflops must be a list of finite numbers > 0. Got [0.0]"),
         ({"round_seconds": 1.0}, "round_seconds must be a number > 0, with gflops and mbps. Got 1.0"),
-        ({"ratios": (2.0,)}, "ratios must be one or more numbers in (0, 1]. Got [2.0]"),
+        ({"ratios": (2.0,)}, "ratios must be a list of one or more numbers in (0, 1]. Got [2.0]"),
     ],
 )
 def test_devices_that_cannot_be(fields: dict[str, object], message: str) -> None:
