@@ -7,8 +7,9 @@ factors, theta = all that is not factorised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
+from annotated_types import MinLen
 from torch import Tensor, nn
 
 from fedspan import tree
@@ -18,8 +19,12 @@ from fedspan.learn.optimizer import Optimizer
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
 from fedspan.method.bases import Averaging, Sharing
+from fedspan.method.fields import Share
 from fedspan.method.protocol import Capacity, Down, Sent, Visit
 from fedspan.tree import Params, Tree
+
+Shares: TypeAlias = Annotated[tuple[Share, ...], MinLen(1)]
+"""One or more numbers in (0, 1], such as rank ratios of the clients in turn."""
 
 RankAt: TypeAlias = Callable[[str, Sequence[int], Capacity], int | None]
 """The rank at which clients of one capacity train the layer of that name and shape; None where it is dense."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, MinLen
 from torch import Tensor
 
 from fedspan import tree
@@ -50,6 +50,9 @@ from fedspan.method.factored import (
 from fedspan.method.fields import AtLeast1, Positive, Share
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Energy
+
+Shrinking: TypeAlias = Annotated[float, Ge(1)]
+"""ρ: a finite number of at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,7 @@ class FedHM(InParts, Sharing, Shrinks, Ranked, Observed):
     weighting: Literal["samples", "uniform"] = "uniform"
     schedule: Schedule = Schedule()
     """How the clients' learning rate falls over the rounds."""
-    rho: float | tuple[float, ...] = 2.0
+    rho: Shrinking | Annotated[tuple[Shrinking, ...], MinLen(1)] = 2.0
     """ρ, by which the outputs of a layer are divided to get its rank; clients take several in turn, and 1 is dense."""
     factors: Factorisation = Factorisation()
     """Which layers are factorised, and how the factors decay."""
@@ -122,9 +125,6 @@ class FedHM(InParts, Sharing, Shrinks, Ranked, Observed):
     def __post_init__(self) -> None:
         super().__post_init__()
         need_sgd(self, self.factors.frobenius)
-        ok = [isinstance(r, int | float) and not isinstance(r, bool) and 1 <= r < math.inf for r in self.rhos]
-        if not ok or not all(ok):
-            raise ConfigError(f"{type(self).__name__}: rho must be one or more finite numbers >= 1. Got {self.rho!r}.")
 
     # ------------------------------------------------------------------------------------------------ capacities
 
@@ -225,7 +225,7 @@ class FedLMT(InParts, Sharing, Shrinks, Converts):
 
     schedule: Schedule = Schedule()
     """How the clients' learning rate falls over the rounds."""
-    rho: Annotated[float, Ge(1)] = 2.0
+    rho: Shrinking = 2.0
     """ρ, by which the outputs of a layer are divided to get its rank."""
     factors: Factorisation = Factorisation()
     """Which layers are factorised, and how the factors decay."""

@@ -16,8 +16,8 @@ from fedspan.layers.decay import fit_decayed
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
 from fedspan.method import About, Capacity, Down, Federation, Observed, Ranked, Round, Sent, Sharing, Visit
-from fedspan.method.factored import need_sgd
-from fedspan.method.fields import NonNegative
+from fedspan.method.factored import Shares, need_sgd
+from fedspan.method.fields import NonNegative, Share
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
 
@@ -47,7 +47,7 @@ class PriSM(Sharing, Ranked, Observed):
     """Whether factors may change where the weights do not: the server decomposes anew after every round."""
 
     weighting: Literal["samples", "uniform"] = "uniform"
-    keep: float | tuple[float, ...] = 0.4
+    keep: Share | Shares = 0.4
     """The share of the singular triples of a layer that a client gets; clients take several in turn."""
     kappa: NonNegative = 2.5
     """κ, the power of σ that a triple is drawn by; 0 draws all alike."""
@@ -58,9 +58,6 @@ class PriSM(Sharing, Ranked, Observed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = [isinstance(q, int | float) and not isinstance(q, bool) and 0 < q <= 1 for q in self.keeps]
-        if not ok or not all(ok):
-            raise ConfigError(f"PriSM: keep must be one or more numbers in (0, 1]. Got {self.keep!r}.")
         self.refuse_server_optimizer("the triples are others in every round")
         need_sgd(self, self.frobenius)
 

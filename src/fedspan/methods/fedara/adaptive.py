@@ -20,9 +20,9 @@ from torch import Tensor
 from fedspan.errors import ConfigError
 from fedspan.linalg import lowrank
 from fedspan.method import Capacity, Round, Visit
-from fedspan.method.factored import layer_of
+from fedspan.method.factored import Shares, layer_of
 from fedspan.method.fields import AtLeast1, Share
-from fedspan.methods.fedara.capacities import RankRatios, need_ratios
+from fedspan.methods.fedara.capacities import RankRatios
 from fedspan.tree import Tree
 
 
@@ -37,14 +37,13 @@ class AdaptiveRanks(RankRatios):
 
     adapt_energy: Share = 1.0
     """e, the share of the energy of a client's change that its rank must hold; 1: ranks stay as `ratio` says."""
-    adapt_ratios: tuple[float, ...] = (0.5, 0.25, 0.1, 0.05)
+    adapt_ratios: Shares = (0.5, 0.25, 0.1, 0.05)
     """The ratios clients may come down to; each uses those below its own entry of `ratio`."""
     adapt_every: AtLeast1 = 1
     """Rounds from one in which ranks may change to the next."""
 
     def check(self, who: str) -> None:
         super().check(who)
-        need_ratios(who, "adapt_ratios", self.adapt_ratios, self.adapt_ratios)
         if self.adapts and min(self.adapt_ratios) >= max(self.ratios):
             raise ConfigError(
                 f"{who}: adapt_ratios must hold one below the largest ratio, {max(self.ratios):g}, for ranks to adapt."

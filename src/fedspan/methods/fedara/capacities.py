@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol
 
 from fedspan.errors import ConfigError, nearest
 from fedspan.layers import Chosen, Plain
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
 from fedspan.method import Averaging, Capacity, Ranked
-from fedspan.method.factored import low_rank_layers, size_of_factors
-from fedspan.method.fields import with_keys
+from fedspan.method.factored import Shares, low_rank_layers, size_of_factors
+from fedspan.method.fields import Share
 from fedspan.tree import Tree
 
 LEVELS: dict[str, tuple[float, ...]] = {
@@ -35,7 +35,7 @@ class RankRatios:
         k: k for k in ("ratio", "rank_rule", "allow_larger", "layers", "layer_sets", "pointwise")
     }
 
-    ratio: float | str | tuple[float, ...] = 1.0
+    ratio: Share | Shares | str = 1.0
     """r_k, the share of a layer's full rank that a client trains, several in turn or by name; 1 is dense."""
     rank_rule: Literal["min_dim", "out_channels"] = "min_dim"
     """What a ratio is a share of: the smaller side of the matrix, or the layer's outputs."""
@@ -49,14 +49,13 @@ class RankRatios:
     """Whether convolutions of 1×1 are decomposed, too."""
 
     def check(self, who: str) -> None:
-        """Refuse ratios that are none.
+        """Refuse a name that stands for no ratios.
 
         Raises:
             ConfigError: in one sentence that begins with `who`.
         """
         if isinstance(self.ratio, str) and self.ratio not in LEVELS:
             raise ConfigError(f"{who}: ratio must be numbers or a list of levels.{nearest(self.ratio, LEVELS)}")
-        need_ratios(who, "ratio", self.ratios, self.ratio)
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -168,20 +167,6 @@ class Affords(Ranked):
 
     def level(self: HasRanks, server: Tree, client: int) -> int:
         return int(server["level"][client]) if self.ranks.adapts else 0
-
-    def with_ratios(self, ratios: tuple[float, ...]) -> Self:
-        return with_keys(self, ratio=ratios)
-
-
-def need_ratios(who: str, key: str, ratios: Sequence[object], given: object) -> None:
-    """Refuse what is not one or more rank ratios.
-
-    Raises:
-        ConfigError: in one sentence with the value as it was given.
-    """
-    ok = [isinstance(r, int | float) and not isinstance(r, bool) and 0 < r <= 1 for r in ratios]
-    if not ok or not all(ok):
-        raise ConfigError(f"{who}: {key} must be one or more numbers in (0, 1]. Got {given!r}.")
 
 
 def _names(joined: str) -> list[str]:

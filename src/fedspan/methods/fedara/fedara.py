@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -24,8 +24,9 @@ from fedspan.tree import Params, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class FedAra(Averaging, Affords, Adapts, Monitored):
-    """FedARA. CVPR 2026; read from a summary without its displayed formulas, see docs/methods/fedara.md.
+    """FedARA. CVPR 2026; steps are numbered as on FedARA's page in the docs.
 
+    A summary was read, without its displayed formulas: that page says what is stated and what is derived.
     Symbols: W and theta = ω, the extractor, full on the server; U, V = its factors at a client's rank ratio r_k
     (kernels are read as o·k × i·k); h = θ_k, the personal classifier, with the running statistics; lam = λ, rho = ρ.
     Kept: h. Sent: theta (what is not decomposed), and U and V, or W; `step` (−1, 0 or 1) if ranks adapt.
@@ -58,6 +59,9 @@ class FedAra(Averaging, Affords, Adapts, Monitored):
     def model(self, task: Task, capacity: Capacity) -> Task:
         """Layers U Vᵀ of the ranks that clients of one capacity can afford."""
         return factorised(task, self.ranks.ranks(self, task, capacity))
+
+    def with_ratios(self, ratios: tuple[float, ...]) -> FedAra:
+        return replace(self, ranks=replace(self.ranks, ratio=ratios))
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         omega, _ = self.split(task.plain, task.plain.init())
