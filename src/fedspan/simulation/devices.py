@@ -18,11 +18,10 @@ from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, Method, Ranked
 from fedspan.method.fields import Positive, Share, check
-from fedspan.method.levels import LEVELS
 from fedspan.simulation.dry_run import try_round
 from fedspan.simulation.settings import Settings
 
-__all__ = ["LEVELS", "Choice", "Clock", "Cost", "Devices", "assign", "measure"]
+__all__ = ["Choice", "Clock", "Cost", "Devices", "assign", "measure"]
 
 
 STEPS = 32
