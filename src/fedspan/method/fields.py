@@ -264,4 +264,8 @@ def _edge(limit: Gt | Ge | Lt | Le) -> float:
 
 
 def _plural(words: str) -> str:
-    return {"an integer": "integers", "a number": "numbers", "a string": "strings"}.get(words, words)
+    many = {"an integer": "integers", "a number": "numbers", "a finite number": "finite numbers", "a string": "strings"}
+    for one, some in many.items():
+        if words == one or words.startswith(one + " "):
+            return some + words.removeprefix(one)
+    return words
