@@ -15,6 +15,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.batches import Amount
 from fedspan.learn.task import Task
+from fedspan.method.panels import Panel
 from fedspan.method.protocol import Capacity, Down, Federation, Method, Sent, Weight
 from fedspan.tree import Tree
 from fedspan.wire import Codec
@@ -128,6 +129,10 @@ class Observed:
     def matrices(self, server: Tree) -> dict[str, Tensor]:
         """Matrices over the clients (similarity), kept at every evaluation of runs with up to 100 clients."""
         return {}
+
+    def panels(self) -> Sequence[Panel]:
+        """Sections that reports have on runs of this method, and subjects of `fedspan analyse`."""
+        return ()
 
 
 def norm_of_state(server: Tree) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -40,12 +40,14 @@ from fedspan.method import (
     Down,
     Federation,
     Observed,
+    Panel,
     Round,
     Sent,
     Sharing,
     Visit,
 )
 from fedspan.method.fields import AtLeast1, NonNegative, Share
+from fedspan.methods.panels_matching import matching_panel
 from fedspan.randomness import generator
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Sparse
@@ -395,6 +397,10 @@ class FactorizedFL(Sharing, Converts, Coded, Observed):
         if "u" in server:  # not if all factorised layers are private
             both["u"] = cosine(torch.cat([p.flatten(1) for p in server["u"].values()], 1))
         return {k: sigma.masked_fill(~(known[:, None] & known[None, :]), torch.nan) for k, sigma in both.items()}
+
+    def panels(self) -> Sequence[Panel]:
+        """Who was matched with whom, where clients are."""
+        return (matching_panel(),) if self.personal_average else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -30,11 +30,13 @@ from fedspan.method import (
     Federation,
     Lifts,
     Observed,
+    Panel,
     Round,
     Sent,
     Visit,
 )
 from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
+from fedspan.methods.panels_subspace import subspace_panel
 from fedspan.randomness import key, normal, uniform
 from fedspan.tree import Outer, Params, Tree
 
@@ -365,6 +367,10 @@ class PflMf(Averaging, Announces, Lifts, Adapts, Observed):
             "effective_rank": float(entropy.exp()),
             "rank": float(server["U"].shape[1]),
         }
+
+    def panels(self) -> Sequence[Panel]:
+        """Where the clients lie in the subspace."""
+        return (subspace_panel(self, self._v, self.factorised, replace(self, refresh=True)),)
 
 
 def _near(old: Params, new: Params, most: float) -> Params:

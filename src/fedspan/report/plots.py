@@ -336,7 +336,7 @@ def capacities_plot(groups: Sequence[Group], measure: Measure) -> Plot | None:
 
 
 def monitor_plots(groups: Sequence[Group]) -> list[Plot]:
-    """What methods told about themselves over the rounds (rank, norms, likeness): one figure per number."""
+    """What methods told about themselves over the rounds (rank, norms, similarity): one figure per number."""
     found: dict[str, list[tuple[int, Group, list[tuple[int, float]]]]] = {}
     for k, g in enumerate(groups):
         for name, points in monitored(g.runs[0].lines).items():

@@ -1,0 +1,129 @@
+"""The method behind a run, as far as it is registered here: its panels, and what it is in a comparison.
+
+Only registered methods are asked. A run directory may name any code, and reading one must not run it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fedspan.errors import FedspanError
+from fedspan.method import Abilities, Method, Panel, Seen, Yardstick
+from fedspan.method.panels import ClientRows, Models
+from fedspan.methods import METHODS, make
+from fedspan.report.runs import Run
+from fedspan.report.text import clean
+from fedspan.storage.checkpoint import RunDirectory
+from fedspan.storage.client_store import ClientStore
+from fedspan.storage.tree_file import Segment
+from fedspan.tree import Outer, Tree
+
+
+def yardstick(name: str) -> Yardstick | None:
+    """What a method of this name is to others in a comparison; None for most, and for names that are not known."""
+    return METHODS[name].about.yardstick if name in METHODS else None
+
+
+def role(name: str) -> Literal["alone", "common", "told"] | None:
+    """The yardstick's role."""
+    found = yardstick(name)
+    return None if found is None else found.role
+
+
+def registered_name(run: Run) -> str:
+    """The method's name in the registry; a report may show the run under another."""
+    section = run.config.get("method")
+    name = section.get("name") if isinstance(section, dict) else None
+    return name if isinstance(name, str) else str(run.result["method"])
+
+
+def method_of(run: Run) -> Method:
+    """The run's method with the fields it had.
+
+    Raises:
+        FedspanError: if it is not registered here, or its fields do not fit.
+    """
+    name = registered_name(run)
+    if name not in METHODS:
+        raise FedspanError(
+            f"Report: the method of a run must be registered where its report is written. Got '{clean(name, 60)}';"
+            " install the package that brings it."
+        )
+    section = run.config.get("method")
+    fields = {k: v for k, v in section.items() if k != "name"} if isinstance(section, dict) else {}
+    return make(name, **fields)
+
+
+def panels_of(run: Run) -> Sequence[Panel]:
+    """The panels that a run's method brings.
+
+    Raises:
+        FedspanError: as `method_of`.
+    """
+    return Abilities(method_of(run)).observed.panels()
+
+
+def methods_with(panel: str) -> list[str]:
+    """The registered methods that bring a panel of this name with their default fields."""
+    return [name for name in METHODS if any(p.name == panel for p in Abilities(make(name)).observed.panels())]
+
+
+# ------------------------------------------------------------------------------------------------ what they look at
+
+
+def seen_of(run: Run, label: str, models: Models | None = None, clusters: int | None = None) -> Seen:
+    """Read what a panel looks at from a run's newest checkpoint; data and model are not needed.
+
+    Args:
+        label: what the report calls the run.
+        models: every client's model, where someone asked for them.
+        clusters: how many clusters someone asked for.
+
+    Raises:
+        FedspanError: if there is no checkpoint, or the run has not told its clients.
+    """
+    if run.path is None:
+        raise FedspanError("Report: panels need the directory of a run. Got a run from memory.")
+    loaded = RunDirectory(run.path / "checkpoints", None, read_only=True).load()
+    if loaded is None:
+        raise FedspanError(f"Report: {run.path} must have a checkpoint. Got none; run the experiment again.")
+    names, groups = run.result.get("names"), run.result.get("groups")
+    if not isinstance(names, list):
+        raise FedspanError("Report: panels need the clients' names, which a run tells when it has finished.")
+    return Seen(
+        label,
+        loaded.round,
+        run.seed,
+        tuple(str(n) for n in names),
+        np.array(groups, np.int64) if isinstance(groups, list) and len(groups) == len(names) else None,
+        run.lines,
+        loaded.server["server"],
+        loaded.server["common"],
+        lambda: [_rows(segments) for segments in loaded.rows if segments],
+        models,
+        clusters,
+    )
+
+
+def _rows(segments: Sequence[Segment]) -> ClientRows:
+    """The states of the clients of one capacity that took part."""
+    ids = sorted({int(i) for segment in segments for i in segment.ids})
+    blank: Tree = _blank(json.loads(segments[-1].structure))
+    store = ClientStore(lambda _: blank, ids)
+    store.restore(segments)
+    return ClientRows(torch.tensor(ids), store.take(ids))
+
+
+def _blank(described: Any) -> Any:
+    """A tree of the described types and shapes, all zero."""
+    if isinstance(described, dict):
+        return {k: _blank(part) for k, part in described.items()}
+    if isinstance(described, list):
+        return Outer(*map(_blank, described))
+    name, shape = described[:-1].split("[")
+    return torch.zeros(json.loads(f"[{shape}]"), dtype=getattr(torch, name))
