@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -216,3 +217,9 @@ def test_monitor_keeps_numbers_alone() -> None:
     lines = [{"round": 1, "monitor": {"a": 1, "b": True, "c": float("inf")}}, {"round": 2, "monitor": 3}, {"round": 3}]
     seen = Seen("it", 3, 0, ("x",), None, lines, {"U": torch.zeros(1)}, {}, tuple)
     assert seen.monitored() == {"a": [(1, 1.0)]}
+
+
+def test_a_table_is_written_without_importing_torch(run: Path) -> None:
+    command = f"import sys; from fedspan.report import *; print(to_csv(summary_rows(load_runs({str(run)!r}))))"
+    done = subprocess.run([sys.executable, "-c", f"{command}; assert 'torch' not in sys.modules"], capture_output=True)
+    assert done.returncode == 0 and done.stdout.startswith(b"label,method"), done.stderr.decode()

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedspan.errors import FedspanError
-from fedspan.method import Panel
 from fedspan.report import paired
 from fedspan.report.assets import asset, digest, packed_plotly, plotly
 from fedspan.report.canvas import inline_svg
-from fedspan.report.charts import figure_of
 from fedspan.report.measures import ClientValue, clients
 from fedspan.report.narrative import headline, summary
 from fedspan.report.palette import Look, looks, themes
@@ -26,6 +24,9 @@ from fedspan.report.runs import Group, Run, group
 from fedspan.report.tables import Row, columns, summary_rows
 from fedspan.report.text import clean, without_paths
 from fedspan.storage.atomic import write_whole
+
+if TYPE_CHECKING:
+    from fedspan.method import Panel
 
 _CLIENTS = 1000  # rows of the table of clients
 _SETTINGS = 4
@@ -226,6 +227,8 @@ def panels(groups: Sequence[Group]) -> str:
 
 def _panel(those: Sequence[tuple[Group, Panel]]) -> str:
     """One panel of all settings whose method brings it."""
+    from fedspan.report.charts import figure_of  # imports torch, which tables of this package need not
+
     first, out = those[0][1], ""
     for k, (g, panel) in enumerate(those[:_SETTINGS]):
         try:

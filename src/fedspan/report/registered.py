@@ -1,31 +1,31 @@
 """The method behind a run, as far as it is registered here: its panels, and what it is in a comparison.
 
-Only registered methods are asked. A run directory may name any code, and reading one must not run it.
+Only registered methods are asked. A run directory may name any code, and reading one must not run it. Methods need
+torch, which takes longer to import than a table takes to write: nothing here imports it before it is asked.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
 from fedspan.errors import FedspanError
-from fedspan.method import Abilities, Method, Panel, Seen, Yardstick
-from fedspan.method.panels import ClientRows, Models
-from fedspan.methods import METHODS, make
 from fedspan.report.runs import Run
 from fedspan.report.text import clean
-from fedspan.storage.checkpoint import RunDirectory
-from fedspan.storage.client_store import ClientStore
-from fedspan.storage.tree_file import Segment
-from fedspan.tree import Outer, Tree
+
+if TYPE_CHECKING:
+    from fedspan.method import Method, Panel, Seen, Yardstick
+    from fedspan.method.panels import ClientRows, Models
+    from fedspan.storage.tree_file import Segment
 
 
 def yardstick(name: str) -> Yardstick | None:
     """What a method of this name is to others in a comparison; None for most, and for names that are not known."""
+    from fedspan.methods import METHODS
+
     return METHODS[name].about.yardstick if name in METHODS else None
 
 
@@ -48,6 +48,8 @@ def method_of(run: Run) -> Method:
     Raises:
         FedspanError: if it is not registered here, or its fields do not fit.
     """
+    from fedspan.methods import METHODS, make
+
     name = registered_name(run)
     if name not in METHODS:
         raise FedspanError(
@@ -65,11 +67,16 @@ def panels_of(run: Run) -> Sequence[Panel]:
     Raises:
         FedspanError: as `method_of`.
     """
+    from fedspan.method import Abilities
+
     return Abilities(method_of(run)).observed.panels()
 
 
 def methods_with(panel: str) -> list[str]:
     """The registered methods that bring a panel of this name with their default fields."""
+    from fedspan.method import Abilities
+    from fedspan.methods import METHODS, make
+
     return [name for name in METHODS if any(p.name == panel for p in Abilities(make(name)).observed.panels())]
 
 
@@ -87,6 +94,9 @@ def seen_of(run: Run, label: str, models: Models | None = None, clusters: int | 
     Raises:
         FedspanError: if there is no checkpoint, or the run has not told its clients.
     """
+    from fedspan.method import Seen
+    from fedspan.storage.checkpoint import RunDirectory
+
     if run.path is None:
         raise FedspanError("Report: panels need the directory of a run. Got a run from memory.")
     loaded = RunDirectory(run.path / "checkpoints", None, read_only=True).load()
@@ -112,8 +122,13 @@ def seen_of(run: Run, label: str, models: Models | None = None, clusters: int | 
 
 def _rows(segments: Sequence[Segment]) -> ClientRows:
     """The states of the clients of one capacity that took part."""
+    import torch
+
+    from fedspan.method.panels import ClientRows
+    from fedspan.storage.client_store import ClientStore
+
     ids = sorted({int(i) for segment in segments for i in segment.ids})
-    blank: Tree = _blank(json.loads(segments[-1].structure))
+    blank = _blank(json.loads(segments[-1].structure))
     store = ClientStore(lambda _: blank, ids)
     store.restore(segments)
     return ClientRows(torch.tensor(ids), store.take(ids))
@@ -121,6 +136,10 @@ def _rows(segments: Sequence[Segment]) -> ClientRows:
 
 def _blank(described: Any) -> Any:
     """A tree of the described types and shapes, all zero."""
+    import torch
+
+    from fedspan.tree import Outer
+
     if isinstance(described, dict):
         return {k: _blank(part) for k, part in described.items()}
     if isinstance(described, list):
