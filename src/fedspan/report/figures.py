@@ -1,4 +1,4 @@
-"""Figures of runs: the way over rounds, bytes or seconds; the clients; the traffic. PNG, PDF or SVG by suffix."""
+"""Figures of runs: learning curves over rounds, bytes or seconds; the clients; the traffic. PNG, PDF, SVG by suffix."""
 
 from __future__ import annotations
 

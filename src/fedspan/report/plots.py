@@ -27,7 +27,7 @@ _X: dict[Axis, str] = {
 }
 _POINTS = 300  # of a curve; more cannot be seen
 _DOTS = 400  # clients of a method; beyond that, evenly spaced ranks stand for all
-_CELLS = 160  # clients in the picture of labels
+_CELLS = 160  # clients in the heat map of labels
 _CLASSES = 120
 _MONITORS = 6
 _DIGITS = 5
