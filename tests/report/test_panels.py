@@ -185,6 +185,8 @@ def test_every_kind_of_chart_is_drawn(tmp_path: Path) -> None:
     for k, row in enumerate(rows):
         text = save(lambda r=row: figure_of(Drawing("d", "", (r,), (5.0, 3.0))), tmp_path / f"{k}.svg").read_text()
         assert all(w in text for w in words[k]) and "<image" not in text
+    alike = figure_of(Drawing("d", "", [[heat(values=np.full((3, 3), 6.0))]], (3.0, 3.0)))
+    assert alike.axes[0].collections[0].get_clim() == (0.0, 6.0)
     together = figure_of(Drawing("d", "", [rows[3], rows[4]], (5.0, 6.0)))
     assert len(together.axes) == 4 + 2  # a place for each, one of them empty, and two scales of colours
 

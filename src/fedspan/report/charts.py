@@ -117,8 +117,10 @@ def _heat(axes: Axes, chart: HeatMap) -> None:
         order = order[np.linspace(0, n - 1, _MOST).round().astype(np.int64)]
     shown = np.ma.masked_invalid(_others(chart.values)[np.ix_(order, order)])
     low, high = chart.limits or ((float(shown.min()), float(shown.max())) if shown.count() else (0.0, 1.0))
+    if high <= low:  # all alike: a scale from zero, not one of rounding errors
+        low, high = min(low, 0.0), max(high, 0.0) or 1.0
     # Cells as vectors, not as a picture inside the figure: a page that loads nothing would not show that.
-    image = axes.pcolormesh(shown, cmap="Blues", vmin=low, vmax=max(high, low + 1e-9))
+    image = axes.pcolormesh(shown, cmap="Blues", vmin=low, vmax=high)
     axes.invert_yaxis()
     axes.set_aspect("equal")
     axes.set_facecolor("#eceef1")
