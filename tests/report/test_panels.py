@@ -17,6 +17,7 @@ import torch
 from conftest import call, failing
 from fedspan import tree
 from fedspan.cli.running import open_run
+from fedspan.errors import ConfigError
 from fedspan.method import Abilities, About, Findings, Observed, Panel, Seen, Yardstick
 from fedspan.method.panels import BarChart, Drawing, HeatMap, LineChart, ScatterChart
 from fedspan.methods import METHODS, make
@@ -93,6 +94,15 @@ def test_a_method_of_ones_own_is_drawn_on_the_page(run: Path, tmp_path: Path) ->
     assert "<h2>How large &lt;it&gt; is</h2>\n<p>Bars of the layers' norms.</p>" in text
     assert "After round 2 of own, 5 clients." in text and 'aria-label="Layers of own."' in text
     assert "Not on the page." not in text and "What methods show" not in text
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_method_whose_panels_fail_costs_one_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Own, "sizes", lambda self, seen: 1 / 0)
+    section = panels(group([load_run(run)]))
+    assert section.count('<p class="note">No sizes of own: division by zero</p>') == 1
+    monkeypatch.setattr(Own, "panels", lambda self: 1 / 0)
+    assert '<p class="note">No panels of own: division by zero</p>' in panels(group([load_run(run)]))
 
 
 @pytest.mark.usefixtures("registered")
@@ -213,6 +223,10 @@ def test_panels_are_found_by_what_methods_bring() -> None:
     assert methods_with("subspace") == ["pfl-mf", "pfl-mf-paper", "pfl-mf-joint"]
     assert methods_with("matching") == ["factorized-fl-alpha", "factorized-fl-beta"]
     assert methods_with("sizes") == []
+    with pytest.raises(ConfigError, match="A panel's name must be"):
+        Panel("../up", "Title", "About.", "noun", lambda seen: Findings("Nothing."))
+    with pytest.raises(ConfigError, match="A drawing's name must be"):
+        Drawing("a/b", "Label.", (), (1.0, 1.0))
 
 
 def test_monitor_keeps_numbers_alone() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from conftest import call
 from fedspan import tree
-from fedspan.cli.analyse import refreshed
+from fedspan.cli.analyse import refitted
 from fedspan.cli.running import open_run
 from fedspan.errors import FedspanError
 from fedspan.method import Seen
@@ -61,7 +61,7 @@ def held(run: Path) -> Coordinates:
     """The coordinates of the v that clients hold."""
     loaded = load_run(run)
     method: Any = method_of(loaded)
-    return coordinates(seen_of(loaded, "it"), method, method._v)
+    return coordinates(seen_of(loaded, "it"), method, method.coefficients)
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -128,7 +128,7 @@ def test_the_true_groups_are_found(run: Path) -> None:
     assert "the true groups are found" in sentence(of, found)
     loaded, simulation = load_run(run), open_run(run, "test")[1]
     method: Any = simulation.method
-    models = refreshed(simulation, panels_of(loaded)[0])
+    models = refitted(simulation, panels_of(loaded)[0])
     again = solved_again(seen_of(loaded, "it", models), method.factorised)
     assert again.refreshed and (structure(again).rand_index or 0.0) >= 0.9
     assert hashes(run) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -119,7 +118,7 @@ def _look(
     from fedspan.report.charts import figure_of
     from fedspan.report.registered import seen_of
 
-    models = refreshed(open_run(run, "analyse")[1], panel) if refresh else None
+    models = refitted(open_run(run, "analyse")[1], panel) if refresh else None
     found = panel.look(seen_of(loaded, loaded.method, models, clusters))
     show(table(found.titles, found.table[:_ROWS], right=found.numbers))
     if len(found.table) > _ROWS:
@@ -133,15 +132,29 @@ def _look(
     say(f"Figures and {panel.name}.json: {where}")
 
 
-def refreshed(simulation: Simulation, panel: Panel) -> Models:
-    """The models that clients would use after fitting them anew as a panel asks for; the run itself is not changed."""
+def refitted(simulation: Simulation, panel: Panel) -> Models:
+    """Every client's model, fitted anew as a panel says; the run itself is not changed.
+
+    Raises:
+        ConfigError: if the panel does not say how.
+    """
+    import torch
+
+    from fedspan import tree
     from fedspan.method.panels import Models
 
-    if panel.refreshed is None:
+    if panel.refit is None:
         raise ConfigError(f"analyse {panel.name}: --refresh needs a method that can fit models anew. Leave it out.")
-    simulation.engine = replace(simulation.engine, method=panel.refreshed)
-    both = [simulation.personal(i) for i in range(simulation.data.clients)]
-    return Models(both[0][0], [weights for _, weights in both])
+    engine, record, t = simulation.engine, simulation.record, simulation.record.progress.round
+    weights = []
+    for i in range(simulation.data.clients):
+        capacity = record.capacity(i)
+        task = engine.model(capacity)
+        down = engine.able.download(record.server, torch.tensor([i]), capacity, t, use=True)
+        visit = engine.visit(capacity, t, i, panel.refit.plan(task), record.common)
+        both = {**down.shared, **tree.take(down.own, 0)}
+        weights.append(tree.detach(panel.refit.fit(task, record.row(i), both, visit)))
+    return Models(engine.model(record.capacity(0)), weights)
 
 
 @analyse.command("hessian-rank")

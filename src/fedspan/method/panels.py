@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedspan.errors import safe_name
+from fedspan.learn.batches import Amount
 from fedspan.learn.task import Task
-from fedspan.method.protocol import Method
+from fedspan.method.protocol import Visit
 from fedspan.tree import Tree
 
 Floats = NDArray[np.float64]
@@ -43,6 +45,15 @@ class Models:
 
     task: Task
     weights: Sequence[Tree]
+
+
+class Refit(NamedTuple):
+    """How clients fit their models anew before they are looked at; nothing is kept of it."""
+
+    plan: Callable[[Task], Mapping[str, Amount]]
+    """The minibatch streams it wants."""
+    fit: Callable[[Task, Tree, Tree, Visit], Tree]
+    """(task, a client's state, the download, the visit) → the weights it would predict with."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class Seen:
     rows: Callable[[], Sequence[ClientRows]]
     """The states of the clients that took part, by capacity; read when asked for."""
     models: Models | None = None
-    """The models of all clients, where someone asked for `Panel.refreshed`."""
+    """The models of all clients after `Panel.refit`, where someone asked for them."""
     clusters: int | None = None
     """How many clusters someone asked for."""
 
@@ -153,6 +164,9 @@ class Drawing:
     on_page: bool = True
     """Whether the report's page shows it; `fedspan analyse` writes all."""
 
+    def __post_init__(self) -> None:
+        safe_name(self.name, "A drawing's name")
+
 
 # ------------------------------------------------------------------------------------------------ what is said
 
@@ -191,5 +205,8 @@ class Panel:
     """What it finds in a run."""
     wide: bool = False
     """Whether its figures need the whole width of the page."""
-    refreshed: Method | None = None
-    """The method whose `personal` fits every client's model anew, for those who ask for `Seen.models`."""
+    refit: Refit | None = None
+    """How every client's model is fitted anew, for those who ask for it."""
+
+    def __post_init__(self) -> None:
+        safe_name(self.name, "A panel's name")

@@ -19,12 +19,12 @@ from fedspan import tree
 from fedspan.errors import FedspanError
 from fedspan.learn.task import Task
 from fedspan.method import ClientInfo, Findings, Method, Panel, Seen
-from fedspan.method.panels import BarChart, Drawing, Floats, Labels, LineChart, ScatterChart
+from fedspan.method.panels import BarChart, Drawing, Floats, Labels, LineChart, Refit, ScatterChart
 from fedspan.randomness import key
 from fedspan.tree import Tree
 
-Coefficients = Callable[[Tree, Tree, int], Tensor]
-"""(a client's state, the common state, rank) → the client's v in the server's present gauge and rank."""
+Coefficients = Callable[[Tree, Tree, Tree], Tensor]
+"""(a client's state, the server's, the common one) → the client's v in the server's present gauge and rank."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ def subspace_panel(
     method: Method,
     coefficients: Coefficients,
     factorised: Callable[[Task], Sequence[str]],
-    refreshed: Method | None = None,
+    refit: Refit | None = None,
 ) -> Panel:
     """The panel of a method whose server keeps U and whose clients keep v.
 
     Args:
         coefficients: a client's v in the server's present gauge and rank.
         factorised: names of the parameters that are U v.
-        refreshed: the method with which a client solves for its v again before its model is used.
+        refit: how a client solves for its v again on the final U.
     """
 
     def look(seen: Seen) -> Findings:
@@ -77,7 +77,7 @@ def subspace_panel(
         " singular values of all models side by side.",
         "coordinates",
         look,
-        refreshed=refreshed,
+        refit=refit,
     )
 
 
@@ -103,12 +103,12 @@ def coordinates(seen: Seen, method: Method, coefficients: Coefficients) -> Coord
     starts = [
         method.init_client(bare, ClientInfo(i, None, key(seen.seed, "client", i), seen.seed)) for i in range(clients)
     ]
-    kept = {k: torch.stack([start[k] for start in starts]) for k in ("v", "generation") if k in starts[0]}
+    kept = {k: torch.stack([start[k] for start in starts]) for k in starts[0] if k != "stats"}
     trained: set[int] = set()
     for ids, states in seen.rows():
         trained |= set(ids.tolist())
         kept = {k: rows.index_copy(0, ids, states[k]) for k, rows in kept.items()}
-    v = torch.func.vmap(lambda client: coefficients(client, seen.common, U.shape[1]))(kept)
+    v = torch.func.vmap(lambda client: coefficients(client, seen.server, seen.common))(kept)
     points: Floats = (v.double() @ torch.linalg.qr(U.double()).R.T).numpy()
     return Coordinates(points, seen.groups, seen.round, clients - len(trained))
 

@@ -36,6 +36,7 @@ from fedspan.method import (
     Visit,
 )
 from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
+from fedspan.method.panels import Refit
 from fedspan.methods.panels_subspace import subspace_panel
 from fedspan.randomness import key, normal, uniform
 from fedspan.tree import Outer, Params, Tree
@@ -370,7 +371,13 @@ class PflMf(Averaging, Announces, Lifts, Adapts, Observed):
 
     def panels(self) -> Sequence[Panel]:
         """Where the clients lie in the subspace."""
-        return (subspace_panel(self, self._v, self.factorised, replace(self, refresh=True)),)
+        again = replace(self, refresh=True)
+        refit = Refit(again.personal_plan, again.personal)
+        return (subspace_panel(self, self.coefficients, self.factorised, refit),)
+
+    def coefficients(self, client: Tree, server: Tree, common: Tree) -> Tensor:
+        """A client's v in the gauge and rank of a server's state."""
+        return self._v(client, common, server["U"].shape[1])
 
 
 def _near(old: Params, new: Params, most: float) -> Params:

@@ -213,19 +213,19 @@ def _results(rows: Sequence[Row], look: dict[str, Look]) -> str:
 
 def panels(groups: Sequence[Group]) -> str:
     """The sections that methods bring: per panel one figure per setting, of its first seed."""
-    brought: dict[str, list[tuple[Group, Panel]]] = {}
+    brought: dict[tuple[str, str], list[tuple[Group, Panel]]] = {}
     missing = ""
     for g in groups:
         try:
             for panel in panels_of(g.runs[0]):
-                brought.setdefault(panel.name, []).append((g, panel))
-        except FedspanError as e:
+                brought.setdefault((panel.name, panel.title), []).append((g, panel))
+        except Exception as e:  # a method that is not here, or one of someone's own that fails
             missing += _missing("panels", g, e)
-    out = "".join(_panel(those) for those in brought.values())
+    out = "".join(_panel(n, those) for n, those in enumerate(brought.values()))
     return out + (f"<section>\n<h2>What methods show</h2>\n{missing}</section>\n" if missing else "")
 
 
-def _panel(those: Sequence[tuple[Group, Panel]]) -> str:
+def _panel(n: int, those: Sequence[tuple[Group, Panel]]) -> str:
     """One panel of all settings whose method brings it."""
     from fedspan.report.charts import figure_of  # imports torch, which tables of this package need not
 
@@ -234,8 +234,8 @@ def _panel(those: Sequence[tuple[Group, Panel]]) -> str:
         try:
             found = panel.look(seen_of(g.runs[0], g.label))
             svg = "".join(
-                inline_svg(partial(figure_of, drawing), drawing.label, f"{panel.name}{k}-{drawing.name}")
-                for drawing in found.drawings
+                inline_svg(partial(figure_of, drawing), drawing.label, f"p{n}-{k}-{m}")
+                for m, drawing in enumerate(found.drawings)
                 if drawing.on_page
             )
         except Exception as e:  # a damaged checkpoint can fail anywhere, and must not cost the rest of the page

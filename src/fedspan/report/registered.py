@@ -1,7 +1,7 @@
 """The method behind a run, as far as it is registered here: its panels, and what it is in a comparison.
 
-Only registered methods are asked. A run directory may name any code, and reading one must not run it. Methods need
-torch, which takes longer to import than a table takes to write: nothing here imports it before it is asked.
+A run directory may name any code, and reading one must not run it: `make` decides which methods there are. Methods
+need torch, which takes longer to import than a table takes to write: nothing here imports it before it is asked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def method_of(run: Run) -> Method:
     from fedspan.methods import METHODS, make
 
     name = registered_name(run)
-    if name not in METHODS:
+    if name not in METHODS and ":" not in name:  # of code that a name asks for, `make` says whether it is allowed
         raise FedspanError(
             f"Report: the method of a run must be registered where its report is written. Got '{clean(name, 60)}';"
             " install the package that brings it."
