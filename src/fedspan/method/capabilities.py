@@ -15,13 +15,14 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.batches import Amount
 from fedspan.learn.task import Task
-from fedspan.method.panels import Panel
 from fedspan.method.protocol import Capacity, Down, Federation, Method, Sent, Weight
 from fedspan.tree import Tree
 from fedspan.wire import Codec
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from fedspan.method.panels import Panel
 
 
 class Announces:
