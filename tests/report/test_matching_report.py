@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import call
+from conftest import call, register_while
 from fedspan.learn.task import Task
 from fedspan.method import Federation, Observed, Panel, Round, Seen
-from fedspan.methods import METHODS
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.panels_matching import (
     Matches,
@@ -91,7 +90,7 @@ class Toy(FedAvg, Observed):
 def registered() -> Iterator[None]:
     """A method of one's own, registered as long as these tests run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(METHODS, "toy", Toy)
+        register_while(patch, "toy", Toy)
         yield
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import call, failing
+from conftest import call, failing, register_while
 from fedspan import tree
 from fedspan.cli.running import open_run
 from fedspan.errors import ConfigError
@@ -77,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("runs")
     (where / "exp.toml").write_text(EXPERIMENT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(METHODS, "own", Own)
+        register_while(patch, "own", Own)
         call("run", str(where / "exp.toml"), "--out", str(where / "own"), "-q")
     return where / "own"
 
@@ -85,7 +85,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The method is known here."""
-    monkeypatch.setitem(METHODS, "own", Own)
+    register_while(monkeypatch, "own", Own)
 
 
 @pytest.mark.usefixtures("registered")
@@ -215,7 +215,7 @@ def test_a_yardstick_is_one_method_and_not_what_extends_it(monkeypatch: pytest.M
         about = About(yardstick=Yardstick("alone", "doing nothing"))
 
     assert looks([Group("quiet", ())])["quiet"].colour == looks([Group("other", ())])["other"].colour
-    monkeypatch.setitem(METHODS, "quiet", Quiet)
+    register_while(monkeypatch, "quiet", Quiet)
     assert looks([Group("quiet", ())])["quiet"] == looks([Group("local", ())])["local"]
 
 
