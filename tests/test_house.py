@@ -37,7 +37,6 @@ MOST_FILES = 20
 LARGE = {"methods", "cli"}  # one file per paper, one per command
 # Who may name a method: what has to choose one, or shows how one is chosen.
 MAY_NAME = {
-    "cli/demo.py": {"local", "fedavg", "oracle"},  # tells the story of the three yardsticks in demo.toml
     "cli/doctor.py": {"fedavg"},  # a self-test has to run something
     "cli/onboard.py": {"local", "fedavg"},  # compares with two runs that the user names by options
     "config/__init__.py": {"fedavg"},  # the default of [method]
