@@ -17,7 +17,7 @@ import torch
 
 from conftest import call, register_while
 from fedspan.learn.task import Task
-from fedspan.method import Federation, Observed, Panel, Round, Seen
+from fedspan.method import Federation, Observed, Panel, Round
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.panels_matching import (
     Matches,
@@ -32,6 +32,7 @@ from fedspan.methods.panels_matching import (
 )
 from fedspan.report.canvas import save
 from fedspan.report.charts import figure_of
+from fedspan.report.measures import monitored
 from fedspan.report.page import panels, write_page
 from fedspan.report.registered import seen_of
 from fedspan.report.runs import Run, group, load_run
@@ -123,7 +124,7 @@ def test_matches_are_counted_against_the_true_groups(run: Path) -> None:
     assert sentence(of, found).startswith("97 matches in 4 rounds, 99% of them inside a true group (43% if")
     kept = history(loaded.lines, 8)["sigma"]
     assert [r for r, _ in kept] == [2, 4] and kept[0][1][0, 2] == pytest.approx(0.5) and np.isnan(kept[0][1][0, 1])
-    assert [r for r, _ in seen.monitored()["similarity_mean"]] == [2, 4]
+    assert [r for r, _ in seen.monitored["similarity_mean"]] == [2, 4]
 
 
 def test_matrices_are_found_where_methods_keep_them() -> None:
@@ -151,8 +152,7 @@ def test_any_matrices_are_borne() -> None:
     ]
     kept = history(lines, 3)
     assert list(kept) == ["sigma"] and np.isnan(kept["sigma"][0][1][0, 1])
-    seen = Seen("it", 2, 0, ("a",), None, lines, {}, {}, tuple)
-    assert seen.monitored() == {"b": [(2, 1.0)]}
+    assert monitored(lines) == {"b": [(2, 1.0)]}
 
 
 def test_figures_bear_many_clients_and_unknown_similarity(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from conftest import call, failing, register_while
 from fedspan import tree
@@ -227,12 +226,6 @@ def test_panels_are_found_by_what_methods_bring() -> None:
         Panel("../up", "Title", "About.", "noun", lambda seen: Findings("Nothing."))
     with pytest.raises(ConfigError, match="A drawing's name must be"):
         Drawing("a/b", "Label.", (), (1.0, 1.0))
-
-
-def test_monitor_keeps_numbers_alone() -> None:
-    lines = [{"round": 1, "monitor": {"a": 1, "b": True, "c": float("inf")}}, {"round": 2, "monitor": 3}, {"round": 3}]
-    seen = Seen("it", 3, 0, ("x",), None, lines, {"U": torch.zeros(1)}, {}, tuple)
-    assert seen.monitored() == {"a": [(1, 1.0)]}
 
 
 def test_a_table_is_written_without_importing_torch(run: Path) -> None:

@@ -21,6 +21,7 @@ from fedspan.cli.running import open_run
 from fedspan.errors import FedspanError
 from fedspan.method import Seen
 from fedspan.methods.panels_subspace import Coordinates, coordinates, norms, sentence, solved_again, structure
+from fedspan.report.measures import monitored
 from fedspan.report.page import panels, write_page
 from fedspan.report.registered import method_of, panels_of, seen_of
 from fedspan.report.runs import group, load_run
@@ -169,8 +170,8 @@ def test_structure_bears_any_points() -> None:
         structure(Coordinates(blobs, None, 1), 16)
     wrong = structure(Coordinates(blobs, np.arange(15) % 3, 1))
     assert "not found" in sentence(Coordinates(blobs, np.arange(15) % 3, 1, 2), wrong)
-    lines = [{"round": 1}, {"round": 2, "monitor": {"U_norm": 3.0, "U_condition": None}}]
-    assert norms(Seen("it", 2, 0, ("a",), None, lines, {}, {}, tuple))["round"] == []
+    lines: list[dict[str, Any]] = [{"round": 1}, {"round": 2, "monitor": {"U_norm": 3.0, "U_condition": None}}]
+    assert norms(Seen("it", 2, 0, ("a",), None, lines, monitored(lines), {}, {}, tuple))["round"] == []
 
 
 # ------------------------------------------------------------------------------------------------ command

@@ -140,7 +140,7 @@ def refitted(simulation: Simulation, panel: Panel) -> Models:
     """
     import torch
 
-    from fedspan import tree
+    from fedspan import tree, wire
     from fedspan.method.panels import Models
 
     if panel.refit is None:
@@ -152,7 +152,7 @@ def refitted(simulation: Simulation, panel: Panel) -> Models:
         task = engine.model(capacity)
         down = engine.able.download(record.server, torch.tensor([i]), capacity, t, use=True)
         visit = engine.visit(capacity, t, i, panel.refit.plan(task), record.common)
-        both = {**down.shared, **tree.take(down.own, 0)}
+        both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, engine.able.coded.codecs(t))
         weights.append(tree.detach(panel.refit.fit(task, record.row(i), both, visit)))
     return Models(engine.model(record.capacity(0)), weights)
 

@@ -74,6 +74,8 @@ class Seen:
     """The clients' true groups, if the partition knows them."""
     lines: Sequence[Mapping[str, Any]]
     """The run's metrics, a line per round."""
+    monitored: Mapping[str, Sequence[tuple[int, float]]]
+    """(round, value) of every number that the method's monitor told, by its name."""
     server: Tree
     common: Tree
     rows: Callable[[], Sequence[ClientRows]]
@@ -82,16 +84,6 @@ class Seen:
     """The models of all clients after `Panel.refit`, where someone asked for them."""
     clusters: int | None = None
     """How many clusters someone asked for."""
-
-    def monitored(self) -> dict[str, list[tuple[int, float]]]:
-        """(round, value) of everything the method's monitor told at the evaluations; what is no number is left out."""
-        out: dict[str, list[tuple[int, float]]] = {}
-        for line in self.lines:
-            told = line.get("monitor")
-            for name, value in told.items() if isinstance(told, dict) else ():
-                if isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value):
-                    out.setdefault(str(name), []).append((int(line["round"]), float(value)))
-        return out
 
 
 # ------------------------------------------------------------------------------------------------ what is drawn

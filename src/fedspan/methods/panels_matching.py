@@ -76,8 +76,8 @@ def findings(seen: Seen) -> Findings:
     says = sentence(of, found)
     return Findings(
         says,
-        drawings(of, kept, seen.monitored(), seen.label, says),
-        facts(of, found, kept, seen.monitored()),
+        drawings(of, kept, seen.monitored, seen.label, says),
+        facts(of, found, kept, seen.monitored),
         ("client", "group", "received from", "most often from (times)"),
         table(of, found),
         (2,),

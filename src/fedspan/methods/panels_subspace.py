@@ -161,7 +161,7 @@ def _k_means(points: Floats, k: int) -> tuple[Labels, float | None]:
 
 def norms(seen: Seen) -> dict[str, list[float]]:
     """Round, norm and condition of U at every evaluation that told both."""
-    told = {name: dict(points) for name, points in seen.monitored().items()}
+    told = {name: dict(points) for name, points in seen.monitored.items()}
     norm, condition = told.get("U_norm", {}), told.get("U_condition", {})
     rounds = [r for r in norm if r in condition]
     return {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fedspan.errors import FedspanError
+from fedspan.report.measures import monitored
 from fedspan.report.runs import Run
 from fedspan.report.text import clean
 
@@ -112,6 +113,7 @@ def seen_of(run: Run, label: str, models: Models | None = None, clusters: int | 
         tuple(str(n) for n in names),
         np.array(groups, np.int64) if isinstance(groups, list) and len(groups) == len(names) else None,
         run.lines,
+        monitored(run.lines),
         loaded.server["server"],
         loaded.server["common"],
         lambda: [_rows(segments) for segments in loaded.rows if segments],
