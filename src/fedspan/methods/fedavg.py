@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import About, Sent, Sharing, Visit
+from fedspan.method import About, Sent, Sharing, Visit, Yardstick
 from fedspan.method.fields import NonNegative
 from fedspan.tree import Params, Tree
 
@@ -22,7 +22,7 @@ class FedAvg(Sharing):
     Kept: h. Sent: theta. Running statistics of batch normalisation are averaged with the parameters.
     """
 
-    about = About(reference="McMahan et al., AISTATS 2017")
+    about = About(reference="McMahan et al., AISTATS 2017", yardstick=Yardstick("common", "FedAvg"))
 
     local_stats: ClassVar[bool] = False
 

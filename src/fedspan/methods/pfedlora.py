@@ -17,7 +17,7 @@ from fedspan.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnPair:
+class PersonalAdapter:
     """The pair L U of a client's own beside each weight W: a value that both forms of pFedLoRA hold."""
 
     KEYS: ClassVar[Mapping[str, str]] = {k: k for k in ("rank", "alpha", "layers")}
@@ -53,7 +53,7 @@ class PFedLoRAJoint(Sharing, Converts):
 
     schedule: Schedule = Schedule()
     """How the clients' learning rate falls over the rounds."""
-    pair: OwnPair = OwnPair()
+    pair: PersonalAdapter = PersonalAdapter()
     """The factors of a client's own."""
 
     def model(self, task: Task, capacity: Capacity) -> Task:
@@ -85,7 +85,7 @@ class PFedLoRA(Sharing, Converts):
     """Epochs on L and U (and a private head), with W fixed."""
     global_epochs: Count | None = None
     """Epochs on W, with L and U fixed; the run's own number if not given."""
-    pair: OwnPair = OwnPair()
+    pair: PersonalAdapter = PersonalAdapter()
     """The factors of a client's own."""
     schedule: Schedule = Schedule()
     """How the clients' learning rate falls over the rounds."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.linalg.similarity import cosine
-from fedspan.method import Capacity, Down, Observed
+from fedspan.method import Capacity, Down, Observed, Panel
 from fedspan.methods.factorized_fl.matching import SimilarityMatching
+from fedspan.methods.factorized_fl.matching_panel import matching_panel
 from fedspan.tree import Tree
 
 
@@ -54,3 +57,7 @@ class ObservedMatching(Observed):
         if "u" in server:  # not if all factorised layers are private
             both["u"] = cosine(torch.cat([p.flatten(1) for p in server["u"].values()], 1))
         return {k: sigma.masked_fill(~(known[:, None] & known[None, :]), torch.nan) for k, sigma in both.items()}
+
+    def panels(self) -> Sequence[Panel]:
+        """Who was matched with whom, where clients are."""
+        return () if self.matching.rule == "none" else (matching_panel(),)
