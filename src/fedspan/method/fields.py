@@ -177,10 +177,14 @@ def check(instance: Any, who: str | None = None) -> None:
     Raises:
         ConfigError: in one sentence that names the key, what is allowed and what was got.
     """
+    name = who or type(instance).__name__
     for key in keys_of(type(instance)).values():
+        held = getattr(instance, key.path[0])
+        if len(key.path) > 1 and not is_dataclass(held):  # a key's value in the place of the value that has the key
+            kind = typing.get_type_hints(type(instance))[key.path[0]].__name__
+            raise ConfigError(f"{name}: {key.path[0]} must be a {kind}, made with its own fields. Got {held!r}.")
         value = key.of(instance)
         if not fits(key.hint, value):
-            name = who or type(instance).__name__
             raise ConfigError(f"{name}: {key.name} must be {allowed(key.hint, value)}. Got {value!r}.")
 
 
