@@ -451,7 +451,7 @@ def test_pfedlora_without_its_pair_is_fedavg(mapping: str) -> None:
 
 
 def test_pfedlora_sends_the_whole_model_and_keeps_the_pair() -> None:
-    for method in (PFedLoRA(rank=1), PFedLoRAJoint(rank=1)):
+    for method in (method_of(PFedLoRA, rank=1), method_of(PFedLoRAJoint, rank=1)):
         sim = run(method, "cnn", rounds=1, participation=1.0)
         size = sum(p.numel() for p in sim.task.init().values())
         assert sim.result.bytes["up"] == sim.result.bytes["down"] == 7 * 8 * size  # type: ignore[attr-defined]
