@@ -30,6 +30,7 @@ from fedspan.method import Averaging, ClientInfo, Converts, Federation, Method, 
 from fedspan.method.fields import flat, keys_of, sentences
 from fedspan.methods import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal, Local, make
 from fedspan.methods.factorized_fl.factorization import tags
+from fedspan.methods.factorized_fl.matching import SimilarityMatching
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params, Tree
@@ -623,6 +624,12 @@ def test_bad_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as e:
         make("factorized-fl-alpha", **fields)
     assert message in str(e.value)
+
+
+def test_a_key_in_the_place_of_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"FactorizedFL: matching must be a SimilarityMatching, .* Got 'random'"):
+        FactorizedFL(matching="random")  # type: ignore[arg-type]
+    assert FactorizedFL(matching=SimilarityMatching(rule="random")) == make("factorized-fl-alpha", matching="random")
 
 
 def test_a_bound_that_leaves_no_layer_is_refused() -> None:

@@ -177,12 +177,21 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 # ------------------------------------------------------------------------------------------------ checking
 
 
+def _check_held(instance: Any, who: str) -> None:
+    """Refuse what a key holds in the place of the value that has the key: `optimizer="sgd"` for `Optimizer()`."""
+    for name in {key.path[0] for key in keys_of(type(instance)).values() if len(key.path) > 1}:
+        if not is_dataclass(held := getattr(instance, name)):
+            kind = typing.get_type_hints(type(instance))[name].__name__
+            raise ConfigError(f"{who}: {name} must be a {kind}, made with its own fields. Got {held!r}.")
+
+
 def check(instance: Any, who: str | None = None) -> None:
     """Check every field of a dataclass against its annotation.
 
     Raises:
         ConfigError: in one sentence that names the key, what is allowed and what was got.
     """
+    _check_held(instance, who or type(instance).__name__)
     for key in keys_of(type(instance)).values():
         value = key.of(instance)
         if not fits(key.hint, value):

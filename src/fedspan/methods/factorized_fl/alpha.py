@@ -76,7 +76,7 @@ class FactorizedFL(Averaging, Converts, Coded, AdaptedParts, ObservedMatching):
 
     def model(self, task: Task, capacity: Capacity) -> Task:
         """W = u v + μ in linear layers, π(u v + μ) in convolutions; all clients start from the same u and v."""
-        return self.factors.convert(task, type(self).__name__)  # eq. (1), (2), (3)
+        return self.factors.convert(task, type(self).__name__)  # eq. (1), eq. (2), eq. (3)
 
     def begin(self, task: Task) -> Params:
         """The common start, in the gauge of the uploads: a newcomer's v must fit the u of the others."""

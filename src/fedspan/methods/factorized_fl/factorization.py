@@ -51,7 +51,7 @@ class Factorization:
             )
 
         def factorise(layer: Plain) -> Factorized:
-            return Factorized(layer, self.gamma, self.layout, self.mu, self.mu_start)  # eq. (2), (3)
+            return Factorized(layer, self.gamma, self.layout, self.mu, self.mu_start)  # eq. (2), eq. (3)
 
         return task.converted(lambda module: convert(module, names, factorise))
 

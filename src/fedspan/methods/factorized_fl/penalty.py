@@ -25,7 +25,7 @@ class Penalty:
     """λ, the weight of ‖M‖₁; the larger, the fewer entries of μ are not zero."""
     rule: Literal["prox", "subgradient", "none"] = "prox"
     """How μ is penalised: by soft thresholding after every step, which leaves true zeros, by a subgradient, or not at
-    all, as in the public code, whose penalty has no gradient."""
+    all, as in the public code."""
     prune: bool = False
     """Whether entries of μ below λ are left out when the model is used, as in the public code."""
 

@@ -13,7 +13,7 @@ from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True)
-class OwnPair:
+class PersonalPair:
     """A client's own pair L U beside A B: its rank, and what it is multiplied by."""
 
     rank: int = 0
@@ -40,9 +40,9 @@ class AdaptedModel(Converts, Adapts):
         """Names of the parameters that stay on the client."""
         return []
 
-    def own_pair(self, capacity: Capacity) -> OwnPair:
+    def own_pair(self, capacity: Capacity) -> PersonalPair:
         """The pair that clients of one capacity have of their own; none unless the method says so."""
-        return OwnPair()
+        return PersonalPair()
 
     def model(self, task: Task, capacity: Capacity) -> Task:
         """Linear and convolutional layers as a constant and its adapter."""

@@ -59,8 +59,7 @@ class FedLoRU(Averaging, Announces, AdaptedModel, ObservedFactors):
     freeze_A: bool = False
     """Whether A is the same for all and constant, so that only B is trained and sent."""
     layers: Chosen = "body"
-    """The layers with factors: all, those below the head, of these the ones that become smaller by them (`large`) or
-    hold most parameters (`main`), or those whose names begin with one of these."""
+    """The layers with factors: all, those below the head, the large or main ones of those, or beginnings of names."""
     personal_layers: tuple[str, ...] = ()
     """Beginnings of names of parameters without factors that stay on the client."""
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import MinLen
 
 from fedspan import tree
-from fedspan.errors import ConfigError
 from fedspan.layers import parts
 from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
 from fedspan.method import About, Capacity, Ranked, Sent, Visit
 from fedspan.method.fields import AtLeast1, Count, NonNegative
-from fedspan.methods.fedloru.adapted import OwnPair
+from fedspan.methods.fedloru.adapted import PersonalPair
 from fedspan.methods.fedloru.fedloru import FedLoRU
 from fedspan.methods.fedloru.nesting import Nesting, secure_sum
 from fedspan.tree import Params, Tree
@@ -36,7 +38,7 @@ class PFedLoRU(FedLoRU, Ranked):
 
     nesting: Nesting = Nesting()
     """The clients' ranks of A and B, and their inner factors, where they differ."""
-    own_ranks: tuple[AtLeast1, ...] = (2,)
+    own_ranks: Annotated[tuple[AtLeast1, ...], MinLen(1)] = (2,)
     """The ranks of L and U, which clients take in turn."""
     alpha_own: NonNegative = 1.0
     """α_p, what L U is multiplied by."""
@@ -48,8 +50,6 @@ class PFedLoRU(FedLoRU, Ranked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.nesting.check(self)
-        if not self.own_ranks:
-            raise ConfigError(f"{type(self).__name__}: own_ranks must be one or more integers >= 1. Got [].")
 
     def plan(self) -> Mapping[str, Amount]:
         return {"own": Epochs(self.personal_epochs), "train": Epochs(self.global_epochs)}
@@ -66,8 +66,8 @@ class PFedLoRU(FedLoRU, Ranked):
             return capacity[0], capacity[1]
         return (self.nesting.ranks or (self.rank,))[0], self.own_ranks[0]
 
-    def own_pair(self, capacity: Capacity) -> OwnPair:
-        return OwnPair(self.ranks_of(capacity)[1], self.alpha_own)
+    def own_pair(self, capacity: Capacity) -> PersonalPair:
+        return PersonalPair(self.ranks_of(capacity)[1], self.alpha_own)
 
     def private(self, task: Task) -> list[str]:
         return [*parts(task.module, "L", "U"), *super().private(task)]
