@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -194,18 +193,19 @@ def refreshed(simulation: Simulation) -> Coordinates:
     import torch
 
     from fedspan import tree
-    from fedspan.methods import PflMf
+    from fedspan.methods.pfl_mf import InSubspace
     from fedspan.report.subspace_panel import Coordinates
 
     method, record, data = simulation.method, simulation.record, simulation.data
-    assert isinstance(method, PflMf)
-    engine = replace(simulation.engine, method=replace(method, refresh=True))
-    names, t = method.factorised(simulation.task), record.progress.round
+    assert isinstance(method, InSubspace)
+    engine, task = simulation.engine, simulation.task
+    names, t = method.factorised(task), record.progress.round
     Q = torch.linalg.qr(record.server["U"].double()).Q
     down = dict(method.download(record.server, torch.tensor([0]), None, t).shared)
     rows = []
     for i in range(data.clients):
-        weights = engine.personal(None, t, i, record.row(i), down, record.common)
+        visit = engine.visit(None, t, i, method.onboard_plan(task), record.common)
+        weights = tree.detach(method.refit(task, record.row(i), down, visit))
         rows.append(Q.T @ tree.ravel(tree.select(weights, names)).double())  # Qᵀ θ_i = R_U v_i
     groups = None if data.groups is None else data.groups.numpy().astype(np.int64)
     return Coordinates(torch.stack(rows).numpy(), groups, t, refreshed=True)

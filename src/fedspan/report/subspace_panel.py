@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from fedspan.errors import FedspanError
 from fedspan.learn.task import Task
 from fedspan.method import ClientInfo
-from fedspan.methods import METHODS, PflMf, make
+from fedspan.methods import METHODS, make
+from fedspan.methods.pfl_mf import InSubspace
 from fedspan.randomness import key
 from fedspan.report.canvas import bare, canvas
 from fedspan.report.palette import PAPER, SOFT, looks
@@ -69,7 +70,7 @@ class Structure:
 def is_subspace(run: Run) -> bool:
     """Whether a run is of the pFL-MF family."""
     kind = METHODS.get(str(run.result["method"]))
-    return kind is not None and issubclass(kind, PflMf)
+    return kind is not None and issubclass(kind, InSubspace)
 
 
 def coordinates(run: Run) -> Coordinates:
@@ -82,11 +83,12 @@ def coordinates(run: Run) -> Coordinates:
         raise FedspanError(f"Subspace: it needs the directory of a pfl-mf run. Got a run of {run.method}.")
     fields = {k: v for k, v in run.config["method"].items() if k != "name"}
     method = make(str(run.result["method"]), **fields)
-    assert isinstance(method, PflMf)
+    assert isinstance(method, InSubspace)
     loaded = RunDirectory(run.path / "checkpoints", None, read_only=True).load()
     if loaded is None:
         raise FedspanError(f"Subspace: {run.path} must have a checkpoint. Got none; run the experiment again.")
-    U, common = loaded.server["server"]["U"], loaded.server["common"]
+    server, common = loaded.server["server"], loaded.server["common"]
+    U = server["U"]
     clients = len(run.result["names"])
     like: Tree = _empty(json.loads(loaded.rows[0][-1].structure)) if loaded.rows[0] else {}
     bare_task = Task(torch.nn.Linear(1, 1), dtype=U.dtype)  # the first v depends on a model's type only
@@ -98,8 +100,8 @@ def coordinates(run: Run) -> Coordinates:
     store = ClientStore(begin, range(clients))
     store.restore(loaded.rows[0])
     rows = store.take(list(range(clients)))
-    kept = {k: rows[k] for k in ("v", "generation") if k in rows}
-    v = torch.func.vmap(lambda client: method._v(client, common, U.shape[1]))(kept)
+    kept = {k: rows[k] for k in rows if k != "stats"}
+    v = torch.func.vmap(lambda client: method.coefficients(client, server, common))(kept)
     seen = {int(i) for segment in loaded.rows[0] for i in segment.ids}
     groups = run.result.get("groups")
     return Coordinates(

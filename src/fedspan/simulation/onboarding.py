@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from fedspan.data.federated import FederatedData, Index, split
 from fedspan.errors import ConfigError, DataError, FedspanError
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method
-from fedspan.methods import Local, PflMf, name_of
+from fedspan.methods import Local, name_of
 from fedspan.randomness import key
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.result import Result
@@ -31,8 +30,7 @@ Client: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """x, y, x_test, y_test of one client, labels as the client itself names them."""
 
 MOST_VISITS = 100  # a newcomer should not wait longer, and small data are learnt by then
-_RATES = (0.03, 0.1, 0.3, 1.0)  # for training alone, and for v where nothing bounds the curvature
-_COLD_STEPS = 200  # on cached features, which cost little; a run needs fewer, as its clients start from their last v
+_RATES = (0.03, 0.1, 0.3, 1.0)  # for training alone
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,8 @@ def onboard(
 ) -> Onboarded:
     """Let a client that was never trained join a run, from its own examples alone; the run is not changed.
 
-    With pFL-MF it solves for its coefficients v on the final U. Where a method keeps a private part, that is trained
-    by its own `client_update`, and what would be sent is thrown away. Other models are used as they are.
+    A method that `Onboards` fits it in its own way. Elsewhere a private part is trained by the method's own
+    `client_update`, and what would be sent is thrown away; models without one are used as they are.
 
     Args:
         x: inputs prepared as those of the run (normalised); without a test part they are split 75/25.
@@ -126,10 +124,9 @@ def onboard(
     n, seed = simulation.data.clients, simulation.seed
     row = method.init_client(task, ClientInfo(n, capacity, key(seed, "client", n), seed))
     visits, v, common = 0, None, simulation.record.common
-    if isinstance(method, PflMf):
-        method, weights = _solve(simulation, data, task, row, down)
-        theta = tree.ravel(tree.select(weights, method.factorised(task)))
-        v = torch.linalg.lstsq(down["U"].double(), theta.double()[:, None], driver="gelsd").solution[:, 0].to(theta)
+    if (able := engine.able.onboards) is not None:
+        visit = engine.visit(capacity, t, 0, able.onboard_plan(task), common)
+        weights, v = tree.detach(able.onboard(task, row, down, visit))
     else:
         visits = _visits(simulation) if tree.leaves(row) else 0
         for k in range(visits):
@@ -162,28 +159,6 @@ def train_alone(run: Run, new: Onboarded) -> Alone:
 
     lr = min(_RATES, key=badness) if len(held) else 0.1
     return Alone(lr, epochs, measured(lr, data.train[0], data.test[0]), time.perf_counter() - start)
-
-
-def _solve(s: Simulation, data: FederatedData, task: Task, row: Tree, down: Tree) -> tuple[PflMf, Tree]:
-    """`personal` of a fresh client with its v solved for; without a bound on the curvature, at the best step."""
-    assert isinstance(s.method, PflMf)
-    t, common = s.record.progress.round, s.record.common
-
-    def use(method: PflMf, row: Tree) -> Tree:
-        return _engine(s, method, data).personal(None, t, 0, row, down, common)
-
-    if task.stats:  # a newcomer's running statistics are those of nobody: features need its own first
-        row = row | {"stats": tree.select(use(replace(s.method, refresh=False), row), task.stats)}
-    cheap = s.method.factorise == "head"
-    solver = replace(s.method, refresh=True, v_steps=max(_COLD_STEPS if cheap else 50, s.method.v_steps))
-    if cheap and task.curvature_bound() is not None:
-        # The first v belongs to the first U: on the final one its outputs can be huge and wrong, and 0 is much nearer.
-        solver, row = replace(solver, v_method="solve", lr_v=None), row | {"v": torch.zeros_like(row["v"])}
-        return solver, use(solver, row)
-    tried = [replace(solver, v_method="precondition", lr_v=rate) for rate in _RATES]
-    fits = [(m, use(m, row)) for m in tried]
-    losses = [_measure(fit[0], task, fit[1], data, data.train[0])["loss"] for fit in fits]
-    return fits[int(np.nan_to_num(losses, nan=np.inf).argmin())]
 
 
 def _state(run: Run) -> Simulation:
