@@ -156,8 +156,9 @@ def test_whole_models_in_the_subspace_are_solved_for_too(name: str, federation: 
     simulation: Any = result.simulation
     method, task = simulation.method, simulation.task
     row = method.init_client(task, ClientInfo(16, None, key(0, "client", 16), 0))
-    U = simulation.record.server["U"]
-    start = tree.unravel(U @ row["v"], tree.select(task.init(), method.factorised(task)))
+    server = simulation.record.server
+    v = method.coefficients(row, server, {})
+    start = tree.unravel(server["U"] @ v, tree.select(task.init(), method.factorised(task)))
     before = task.example_loss(task.predict(start, x), y).mean()
     assert new.v is not None and new.v.shape == (3,) and new.measures["loss"] < float(before)
 

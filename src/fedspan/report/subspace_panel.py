@@ -39,7 +39,7 @@ Labels = NDArray[np.int64]
 _MARKERS = ("o", "s", "^", "D", "v")  # a new shape whenever the colours begin again
 _SHAPED = 8
 _DOTS = 600  # points in a figure; beyond that, a fixed random choice stands for all
-_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 
 
 @dataclass(frozen=True)
