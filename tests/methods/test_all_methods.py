@@ -91,6 +91,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("pfl-mf-paper", {"rank": 3, "v_scale": "1", "v_steps": 5}),
     ("pfl-mf-paper", {"rank": 2, "v_unit": "epoch", "g_at": "new", "wire": "full", "p": 0.5}),
     ("pfl-mf-paper", {"rank": 2, "u_update": "train", "u_steps": 2, "server_step": "literal", "lr_v": 0.3, "cycle": 3}),
+    ("pfl-mf-paper", {"rank": 3, "start": "common", "v_scale": "1"}),
     ("pfl-mf-joint", {"rank": 2}),
     ("amht-lrs", {"rank": 2, "sparsity": 3}),
     ("amht-lrs", {"rank": 2, "sparsity": 3, "u_update": "gradient", "lr_u": 0.1, "momentum": 0.5}),

@@ -11,8 +11,9 @@ from torch.func import functional_call
 
 from conftest import assert_close, assert_same, finished, make_data, make_task
 from fedspan import tree
+from fedspan.learn.task import Task
 from fedspan.method import Federation
-from fedspan.methods import PflMfJoint
+from fedspan.methods import FedAvg, PflMf, PflMfJoint, PflMfPaper
 from fedspan.simulation.settings import Settings, sample
 from fedspan.tree import Tree
 
@@ -104,3 +105,33 @@ def test_the_joint_form_sends_u_v_and_what_is_outside() -> None:
     rest = len(tree.ravel(task.init())) - d
     totals = sim.record.progress.totals
     assert totals["up"] == totals["down"] == 2 * 4 * 8 * ((d + 1) * 2 + rest)
+
+
+@pytest.mark.parametrize("form", [PflMf, PflMfPaper])
+def test_v_starts_from_one_unit_vector_or_from_one_of_each_clients_own(form: type[PflMf] | type[PflMfPaper]) -> None:
+    same, own = (finished(form(rank=3, start=s), rounds=0) for s in ("common", "random"))
+    assert_same(same.record.server["U"], own.record.server["U"])
+    v = torch.stack([same.record.row(i)["v"] for i in range(7)])
+    assert_close(v, torch.full((7, 3), 3**-0.5, dtype=torch.float64))
+    w = torch.stack([own.record.row(i)["v"] for i in range(7)])
+    assert_close(w.norm(dim=1), torch.ones(7, dtype=torch.float64))
+    assert float(torch.linalg.svdvals(w)[2]) > 0.1  # they point everywhere
+
+
+def test_from_one_v_algorithm_1_is_one_model_for_all_until_a_v_has_moved() -> None:
+    """With v frozen, one common v of length 1 makes a round FedSGD on θ = U v: only data can separate the clients."""
+    common = finished(PflMfPaper(rank=3, start="common", v_steps=0, lr=0.3), batch_size="full", epochs=1)
+    all_models = [common.personal(i)[1] for i in range(7)]
+    for model in all_models[1:]:
+        assert_same(model, all_models[0])
+    theta = finished(PflMfPaper(rank=3, start="common"), rounds=0).personal(0)[1]
+
+    class Begun(FedAvg):
+        def init_server(self, task: Task, federation: Federation) -> Tree:
+            return {"theta": theta}
+
+    sgd = finished(Begun(lr=0.3, weighting="uniform"), batch_size="full", epochs=1)
+    assert_close(all_models[0], sgd.record.server["theta"])
+    assert float((tree.ravel(all_models[0]) - tree.ravel(theta)).abs().max()) > 1e-3
+    moved = finished(PflMfPaper(rank=3, start="common", v_steps=1, v_scale="1", lr=0.3))
+    assert len({tree.digest(moved.personal(i)[1]) for i in range(7)}) > 1

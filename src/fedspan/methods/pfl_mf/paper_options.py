@@ -19,7 +19,7 @@ from fedspan.linalg import subspace
 from fedspan.method import About, Adapts, Capacity, ClientInfo, Federation, Lifts, Round, Sent, Visit
 from fedspan.method.fields import AtLeast1, NonNegative
 from fedspan.methods.pfl_mf.coefficients import InSubspace
-from fedspan.methods.pfl_mf.gauge import need_rank, own_v, standard_columns
+from fedspan.methods.pfl_mf.gauge import common_v, need_rank, own_v, standard_columns
 from fedspan.methods.pfl_mf.paper import PflMfAlgorithm1
 from fedspan.tree import Outer, Params, Tree
 
@@ -37,6 +37,8 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
 
     schedule: Schedule = Schedule()
     """How η falls over the rounds."""
+    start: Literal["random", "common"] = "random"
+    """Whether each v starts from a random unit vector of its own, or all from one; the paper does not say."""
     v_unit: Literal["step", "epoch"] = "step"
     """Whether `v_steps` counts minibatches or passes over the client's examples."""
     v_scale: Literal["1", "1/n"] = "1/n"
@@ -82,7 +84,8 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
         return {"U": U, "C": torch.eye(self.rank, dtype=U.dtype) / self.rank}
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
-        return {"v": own_v(task, self.rank, who), "stats": tree.select(task.init(), task.stats)}
+        v = own_v(task, self.rank, who) if self.start == "random" else common_v(task, self.rank)
+        return {"v": v, "stats": tree.select(task.init(), task.stats)}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         U, v_i, stats = down["U"], client["v"], client["stats"]
