@@ -216,11 +216,11 @@ def test_command_joins_compares_exports_and_changes_nothing(runs: Path, new: Pat
     said = call("onboard", str(runs / "pfl-mf-0"), "--data", str(new), "--client-name", "ward 7", "--out", str(out))
     assert hashes(runs) == before
     for words in ("ward 7 joins pfl-mf-0 after round 10", "0 bytes up", "normalised with the run's constants",
-                  "local (alone)", "fedavg (joined)", "The run's own clients reach"):  # fmt: skip
+                  "trained alone", "fedavg (joined)", "The run's own clients reach"):  # fmt: skip
         assert words in said.stdout, said.stdout
     found = json.loads(call("onboard", str(runs / "pfl-mf-0"), "--data", str(new), "--json").stdout)
     assert found["bytes"]["up"] == 0 and len(found["v"]) == 4 and found["train"] == 60 and found["test"] == 20
-    assert found["accuracy"] > max(found["beside"][k]["accuracy"] for k in ("local", "fedavg"))
+    assert found["accuracy"] > max(found["beside"][k]["accuracy"] for k in ("alone", "fedavg"))
     # The file is the model whose accuracy was printed.
     _, task, _ = assemble(from_dict(EXPERIMENT))
     raw = np.load(new)
@@ -232,7 +232,7 @@ def test_command_joins_compares_exports_and_changes_nothing(runs: Path, new: Pat
     with safe_open(out, "pt") as f:
         about = f.metadata()
     assert about["client_name"] == "ward 7" and json.loads(about["plain"]) is True and about["round"] == "10"
-    other = call("onboard", str(runs / "pfl-mf-0"), "--data", str(new), "--fedavg", str(runs / "fedavg-0"), "--json")
+    other = call("onboard", str(runs / "pfl-mf-0"), "--data", str(new), "--beside", str(runs / "fedavg-0"), "--json")
     assert json.loads(other.stdout)["beside"]["fedavg"]["accuracy"] == found["beside"]["fedavg"]["accuracy"]
 
 
@@ -278,4 +278,16 @@ def test_command_errors_are_one_sentence(runs: Path, new: Path, tmp_path: Path) 
     assert ".npz" in failing("onboard", run, "--data", str(runs / "pfl-mf-0" / "config.toml"))
     assert "no such file" in failing("onboard", run, "--data", str(tmp_path / "none.npz"))
     assert ".safetensors" in failing("onboard", run, "--data", str(new), "--out", str(tmp_path / "m.bin"))
-    assert "run of fedavg" in failing("onboard", run, "--data", str(new), "--fedavg", str(runs / "oracle-0"))
+    assert "group" in failing("onboard", run, "--data", str(new), "--beside", str(runs / "oracle-0"))
+
+
+def test_command_compares_with_a_run_beside_only_if_it_has_one_model_for_all(
+    runs: Path, new: Path, tmp_path: Path
+) -> None:
+    """Of the runs beside it, the oracle has no place for newcomers, and pfl-mf keeps something at its clients."""
+    found = json.loads(call("onboard", str(runs / "fedavg-0"), "--data", str(new), "--json").stdout)
+    assert found["method"] == "fedavg" and found["v"] is None and set(found["beside"]) == {"alone"}
+    other = json.loads(
+        call("onboard", str(runs / "fedavg-0"), "--data", str(new), "--beside", str(runs / "pfl-mf-0"), "--json").stdout
+    )
+    assert set(other["beside"]) == {"alone", "pfl-mf"}

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData, Index, split
 from fedspan.errors import ConfigError, DataError, FedspanError
+from fedspan.learn.batches import Epochs
+from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
-from fedspan.method import Abilities, Capacity, ClientInfo, Method
-from fedspan.methods import Local, name_of
+from fedspan.method import Adapts, Capacity, ClientInfo
+from fedspan.methods import name_of
 from fedspan.randomness import key
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.result import Result
@@ -120,7 +122,7 @@ def onboard(
     simulation, data = _newcomer(run, x, y, x_test, y_test)
     start, method, t = time.perf_counter(), simulation.method, simulation.record.progress.round
     capacity, down, received = _download(simulation)
-    task = (engine := _engine(simulation, method, data)).model(capacity)
+    task = (engine := _engine(simulation, data)).model(capacity)
     n, seed = simulation.data.clients, simulation.seed
     row = method.init_client(task, ClientInfo(n, capacity, key(seed, "client", n), seed))
     visits, v, common = 0, None, simulation.record.common
@@ -134,8 +136,13 @@ def onboard(
             row = tree.take(answer.rows, 0)  # what it would send is dropped here
         weights = engine.personal(capacity, t, 0, row, down, common)
     seconds = time.perf_counter() - start
-    found = _measure(method, task, weights, data, data.test[0])
+    found = _measure(engine.able.adapts, task, weights, data, data.test[0])
     return Onboarded(name, name_of(method), t, found, visits, received, seconds, v, weights, task, data)
+
+
+def is_one_model(simulation: Simulation) -> bool:
+    """Whether the run's clients keep nothing of their own: a newcomer takes the shared model as it is."""
+    return not tree.leaves(simulation.engine.begin(simulation.capacity[0], 0))
 
 
 def train_alone(run: Run, new: Onboarded) -> Alone:
@@ -149,9 +156,9 @@ def train_alone(run: Run, new: Onboarded) -> Alone:
     fit, _, held = split(data.train[0], 0, simulation.seed)
 
     def measured(lr: float, train: Index, test: Index) -> dict[str, float]:
-        engine = replace(_engine(simulation, Local(lr=lr), replace(data, train=[train])), epochs=epochs)
-        row = engine.update(None, 1, [0], {"theta": tree.stack([engine.task.init()])}, {}, {}, {}).rows
-        return _measure(engine.method, engine.task, tree.take(row["theta"], 0), data, test)
+        engine = replace(_engine(simulation, replace(data, train=[train])), epochs=epochs)
+        visit, task = engine.visit(None, 1, 0, {"train": Epochs()}, {}), engine.task
+        return _measure(Adapts(), task, sgd(task.loss, task.init(), visit["train"], lr), data, test)
 
     def badness(lr: float) -> tuple[float, float]:
         found = measured(lr, fit, held)
@@ -206,8 +213,8 @@ def _download(simulation: Simulation) -> tuple[Capacity, Tree, int]:
     return capacity, shared, sum(wire.count(shared, coded).values()) + tree.nbytes(record.common)
 
 
-def _engine(s: Simulation, method: Method, data: FederatedData) -> Engine:
-    return Engine(method, s.task, data, s.seed, s.engine.batch_size, s.settings.epochs, "loop")
+def _engine(s: Simulation, data: FederatedData) -> Engine:
+    return Engine(s.method, s.task, data, s.seed, s.engine.batch_size, s.settings.epochs, "loop")
 
 
 def _visits(s: Simulation) -> int:
@@ -215,11 +222,11 @@ def _visits(s: Simulation) -> int:
     return min(MOST_VISITS, max(1, round(s.record.progress.round * s.settings.participation)))
 
 
-def _measure(method: Method, task: Task, weights: Tree, data: FederatedData, rows: Index) -> dict[str, float]:
+def _measure(adapts: Adapts, task: Task, weights: Tree, data: FederatedData, rows: Index) -> dict[str, float]:
     """Means over some rows; empty if there are none."""
     if not len(rows):
         return {}
     at = torch.from_numpy(rows)
     with torch.no_grad():
-        found = task.measures(Abilities(method).adapts.predict(task, weights, data.x[at]), data.y[at])
+        found = task.measures(adapts.predict(task, weights, data.x[at]), data.y[at])
     return {k: float(v.mean()) for k, v in found.items()}
