@@ -373,6 +373,7 @@ def test_a_form_of_pfl_mf_refuses_keys_of_another_by_name(form: type[Method], ke
         (PflMf, {"private_head": True}, "private_head and adamw do not go with a shared subspace"),
         (PflMfPaper, {"rank": "auto"}, "rank must be an integer"),
         (PflMfPaper, {"server_step": "literal"}, "u_update must be 'train' with u_steps or server_step='literal'"),
+        (PflMfPaper, {"momentum": 0.9}, "momentum and weight_decay must be 0, as G_i is a gradient. Got momentum 0.9,"),
         (PflMfPaper, {"u_steps": 2}, "u_update must be 'train' with u_steps or server_step='literal'"),
         (PflMfPaper, {"server_optimizer": "adam"}, "server_optimizer must be 'none', as the server takes gradient"),
         (PflMfJoint, {"optimizer": "adamw"}, "private_head and adamw do not go with a shared subspace"),
@@ -386,7 +387,7 @@ def test_what_a_form_of_pfl_mf_does_not_allow_is_one_sentence(
 
 
 def test_algorithm_1_has_no_place_for_running_statistics_and_says_which_form_has() -> None:
-    with pytest.raises(ConfigError, match="Take PflMfPaper"):
+    with pytest.raises(ConfigError, match="no running statistics, as they are not U v; use pfl-mf-paper"):
         PflMfAlgorithm1(rank=2).init_server(make_task("batchnorm"), Federation(7, 0))
 
 

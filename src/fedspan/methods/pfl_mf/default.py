@@ -31,7 +31,7 @@ from fedspan.method import (
 )
 from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
 from fedspan.methods.pfl_mf.coefficients import CoefficientSolver, InSubspace
-from fedspan.methods.pfl_mf.gauge import announced, common_v, follow, need_plain_sgd, need_rank, own_v, standard_columns
+from fedspan.methods.pfl_mf.gauge import announced, common_v, follow, need_rank, need_sgd, own_v, standard_columns
 from fedspan.methods.pfl_mf.rank import RankSearch, no_gaps
 from fedspan.tree import Outer, Params, Tree
 
@@ -86,7 +86,7 @@ class PflMf(Averaging, InSubspace, Announces, Lifts, Adapts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need_plain_sgd(self)
+        need_sgd(self)
         self.refuse_server_optimizer("server_step says what the server does")
 
     # ------------------------------------------------------------------------------------------------ what is where
@@ -123,8 +123,8 @@ class PflMf(Averaging, InSubspace, Announces, Lifts, Adapts):
     def init_server(self, task: Task, federation: Federation) -> Tree:
         names = self.factorised(task)
         need_rank(self, self.width, task, names)
-        U, eye = standard_columns(task, names, self.width, federation.seed), torch.eye(self.width)
-        eye = eye.to(U.dtype)
+        U = standard_columns(task, names, self.width, federation.seed)
+        eye = torch.eye(self.width, dtype=U.dtype)
         server = {"U": U, "theta": tree.without(task.init(), [*names, *task.stats])}
         server |= {"C": eye / self.width}  # Σ w v vᵀ of the last round
         if self.moves:

@@ -53,17 +53,34 @@ def need_rank(method: Averaging, rank: int, task: Task, names: Sequence[str]) ->
         raise ConfigError(f"{who}: rank must be at most {d}, the number of factorised parameters. Got {rank}.")
 
 
-def need_plain_sgd(method: Averaging) -> None:
-    """Check that clients train by SGD and share their heads.
+def need_no_statistics(method: Averaging, task: Task) -> None:
+    """Check that a model is all parameters.
+
+    Raises:
+        ConfigError: if it has running statistics.
+    """
+    if task.stats:
+        who = type(method).__name__
+        raise ConfigError(f"{who}: the model must have no running statistics, as they are not U v; use pfl-mf-paper.")
+
+
+def need_sgd(method: Averaging, plain: bool = False) -> None:
+    """Check that clients share their heads and train by SGD, or (`plain`) that each of their steps is a gradient.
 
     Raises:
         ConfigError: for what has no meaning in a shared subspace.
     """
+    who = type(method).__name__
     if method.private_head or method.optimizer.rule != "sgd":
         raise ConfigError(
-            f"{type(method).__name__}: private_head and adamw do not go with a shared subspace; use"
-            " private_head=false, sgd."
+            f"{who}: private_head and adamw do not go with a shared subspace; use private_head=false, sgd."
         )
+    if plain and not method.optimizer.plain:
+        raise ConfigError(f"{who}: momentum and weight_decay must be 0, as G_i is a gradient. Got {_given(method)}.")
+
+
+def _given(method: Averaging) -> str:
+    return f"momentum {method.optimizer.momentum:g}, weight_decay {method.optimizer.weight_decay:g}"
 
 
 # ------------------------------------------------------------------------------------------------ changes of gauge

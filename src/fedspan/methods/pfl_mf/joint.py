@@ -27,7 +27,7 @@ from fedspan.method import (
 )
 from fedspan.method.fields import AtLeast1
 from fedspan.methods.pfl_mf.coefficients import InSubspace
-from fedspan.methods.pfl_mf.gauge import dtype_of, need_plain_sgd, need_rank
+from fedspan.methods.pfl_mf.gauge import dtype_of, need_rank, need_sgd
 from fedspan.randomness import key, normal, uniform
 from fedspan.tree import Params, Tree
 
@@ -51,7 +51,7 @@ class PflMfJoint(Averaging, InSubspace, Adapts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need_plain_sgd(self)
+        need_sgd(self)
 
     def factorised(self, task: Task) -> list[str]:
         """Return the names of the parameters that are U v: all, but of a convolutional network weights only."""

@@ -12,13 +12,12 @@ from typing import Literal
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.errors import ConfigError
 from fedspan.learn.batches import All, Amount, Batch, Steps
 from fedspan.learn.sgd import Loss, gradient, mean_gradient
 from fedspan.learn.task import Task
 from fedspan.method import About, Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
 from fedspan.method.fields import AtLeast1, Count
-from fedspan.methods.pfl_mf.gauge import need_plain_sgd, need_rank, own_v, standard_columns
+from fedspan.methods.pfl_mf.gauge import need_no_statistics, need_rank, need_sgd, own_v, standard_columns
 from fedspan.tree import Outer, Tree
 
 
@@ -42,8 +41,13 @@ class PflMfAlgorithm1(Averaging):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need_plain_sgd(self)
+        need_sgd(self, plain=not self.trains_theta)
         self.refuse_server_optimizer("the server takes gradient steps on U")
+
+    @property
+    def trains_theta(self) -> bool:
+        """Whether clients train θ_i, so that momentum and weight decay have a meaning."""
+        return False
 
     def plan(self) -> Mapping[str, Amount]:
         return {"v": Steps(self.v_steps), "U": All()}
@@ -54,10 +58,7 @@ class PflMfAlgorithm1(Averaging):
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         need_rank(self, self.rank, task, task.names)
-        if task.stats:
-            raise ConfigError(
-                "PflMfAlgorithm1: running statistics are not U v. Take PflMfPaper, which keeps them apart."
-            )
+        need_no_statistics(self, task)
         return {"U": standard_columns(task, task.names, self.rank, federation.seed)}  # line 1: U⁰
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:

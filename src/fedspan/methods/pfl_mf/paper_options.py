@@ -65,6 +65,11 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
                 "PflMfPaper: u_update must be 'train' with u_steps or server_step='literal'. Got 'gradient'."
             )
 
+    @property
+    def trains_theta(self) -> bool:
+        """Whether clients train θ_i."""
+        return self.u_update == "train"
+
     def plan(self) -> Mapping[str, Amount]:
         v: Amount = Steps(self.v_steps) if self.v_unit == "step" else Epochs(self.v_steps)
         trained: Amount = Epochs() if self.u_steps is None else Steps(self.u_steps)
