@@ -12,8 +12,10 @@ from torch.func import functional_call
 from conftest import assert_close, assert_same, finished, make_data, make_task
 from fedspan import tree
 from fedspan.learn.task import Task
-from fedspan.method import Federation
+from fedspan.method import Federation, Method
+from fedspan.method.fields import keys_of
 from fedspan.methods import FedAvg, PflMf, PflMfJoint, PflMfPaper
+from fedspan.methods.pfl_mf import PflMfAlgorithm1
 from fedspan.simulation.settings import Settings, sample
 from fedspan.tree import Tree
 
@@ -105,6 +107,11 @@ def test_the_joint_form_sends_u_v_and_what_is_outside() -> None:
     rest = len(tree.ravel(task.init())) - d
     totals = sim.record.progress.totals
     assert totals["up"] == totals["down"] == 2 * 4 * 8 * ((d + 1) * 2 + rest)
+
+
+@pytest.mark.parametrize("form", [PflMf, PflMfPaper, PflMfJoint, PflMfAlgorithm1])
+def test_every_key_of_every_form_has_a_sentence(form: type[Method]) -> None:
+    assert [name for name, found in keys_of(form).items() if not found.sentence.endswith(".")] == []
 
 
 @pytest.mark.parametrize("form", [PflMf, PflMfPaper])

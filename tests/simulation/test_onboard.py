@@ -13,12 +13,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from conftest import call, failing, make_data, make_model
+from conftest import assert_close, assert_same, call, failing, make_data, make_model
+from conftest import finished as run_of
 from fedspan import FederatedData, Result, make, simulate, tree
 from fedspan.config import assemble, from_dict
 from fedspan.data import load
 from fedspan.errors import ConfigError, DataError
-from fedspan.method import ClientInfo
+from fedspan.learn.batches import Steps
+from fedspan.method import ClientInfo, Newcomer, Onboards
+from fedspan.methods import METHODS, FedPer
 from fedspan.randomness import key
 from fedspan.simulation.onboarding import Client, hold_out, onboard, train_alone
 
@@ -161,6 +164,46 @@ def test_whole_models_in_the_subspace_are_solved_for_too(name: str, federation: 
     start = tree.unravel(server["U"] @ v, tree.select(task.init(), method.factorised(task)))
     before = task.example_loss(task.predict(start, x), y).mean()
     assert new.v is not None and new.v.shape == (3,) and new.measures["loss"] < float(before)
+
+
+ONBOARDING = [name for name, kind in METHODS.items() if issubclass(kind, Onboards)]
+
+
+@pytest.mark.parametrize("name", ONBOARDING)
+def test_a_way_of_its_own_to_onboard_is_pure_and_keeps_the_method_as_it_is(name: str) -> None:
+    sim = run_of(make(name, rank=2), rounds=1, mapping="loop")
+    method, task = sim.method, sim.task
+    assert isinstance(method, Onboards)
+    row = sim.engine.begin(None, 7)
+    down = method.download(sim.record.server, torch.tensor([0]), None, 1).shared
+    before = tree.digest({"row": row, "down": down})
+    first, second = (
+        method.onboard(task, row, down, sim.engine.visit(None, 1, 0, method.onboard_plan(task), {})) for _ in range(2)
+    )
+    assert tree.digest({"row": row, "down": down}) == before
+    assert_same(first, second)
+    U = down["U"]
+    inside = tree.ravel(tree.select(first.weights, method.factorised(task)))  # type: ignore[attr-defined]
+    assert_close(U @ first.solved, inside)
+
+
+def test_a_method_of_ones_own_onboards_in_its_own_way(federation: Held) -> None:
+    """Where a method has the capability, nothing is trained in visits, whatever its clients keep."""
+
+    class HalfHead(FedPer, Onboards):
+        def onboard_plan(self, task: Any) -> Any:
+            return {"some": Steps(3)}
+
+        def onboard(self, task: Any, client: Any, down: Any, visit: Any) -> Newcomer:
+            assert len(visit["some"]) == 3
+            half = {k: p / 2 for k, p in client["h"].items()}
+            return Newcomer(down["theta"] | half, torch.tensor([0.5]))
+
+    rest, held, task = federation
+    new = onboard(simulate(HalfHead(lr=0.1), task, rest, rounds=2, workers=1), *held[0])
+    assert new.visits == 0 and new.v is not None and new.v.tolist() == [0.5]
+    head = tree.select(new.task.init(), new.task.head)
+    assert_close(tree.select(new.weights, new.task.head), tree.map(lambda a: a / 2, head), 1e-6)
 
 
 @pytest.mark.parametrize(("name", "says"), [("local", "shares nothing"), ("oracle", "group")])
