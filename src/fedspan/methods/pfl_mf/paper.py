@@ -1,7 +1,4 @@
-"""pFL-MF, Algorithm 1 and nothing else, to be read beside the paper: its letters, and its lines at the margin.
-
-The lines are those of the box, counted from "set U⁰" (1) to the last "end for" (14).
-"""
+"""pFL-MF, Algorithm 1 and nothing else: the paper's letters, and at the margin the lines of its box (1: "set U⁰")."""
 
 from __future__ import annotations
 
@@ -68,10 +65,11 @@ class PflMfAlgorithm1(Averaging):
         return Down(shared={"U": server["U"]})  # line 13: U^t to the clients of S_t
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        def f(theta: Tensor, batch: Batch) -> Tensor:
-            return task.loss(tree.unravel(theta, task.init()), batch)
+        U, v_i, like, eta = down["U"], client["v"], task.init(), self.rates(visit)[0]
 
-        U, v_i, eta = down["U"], client["v"], self.rates(visit)[0]
+        def f(theta: Tensor, batch: Batch) -> Tensor:
+            return task.loss(tree.unravel(theta, like), batch)
+
         v = self.train_v(f, U, v_i, visit)
         g = mean_gradient(f, v_i @ U.T, visit["U"])  # ∇f_i(U v_i), at the v_i that the round began with
         return {"v": v}, Sent(self.weigh(visit), {"G": Outer(eta * g, v_i)})  # lines 9, 10: η G_i = η g v_iᵀ, eq. (7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,30 +93,35 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
         return {"v": v, "stats": tree.select(task.init(), task.stats)}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        U, v_i, stats = down["U"], client["v"], client["stats"]
-        v = self.train_v(lambda theta, batch: _loss(task, theta, stats, batch), U, v_i, visit)  # eq. (8)
+        U, v_i, stats, like = down["U"], client["v"], client["stats"], tree.select(task.init(), task.names)
+
+        def f(theta: Tensor, batch: Batch, stats: Params = stats) -> Tensor:
+            return task.loss(stats | tree.unravel(theta, like), batch)
+
+        v = self.train_v(f, U, v_i, visit)  # eq. (8)
         at = v_i if self.g_at == "old" else v
-        if self.u_update == "gradient":
-            g = mean_gradient(lambda theta, batch: _loss(task, theta, stats, batch), at @ U.T, visit["U"])
-            step = self.rates(visit)[0] * g
+        if self.trains_theta:
+            step, stats = self._train(f, at, U, stats, visit)
         else:
-            step, stats = self._train(task, at, U, stats, visit)
+            step = self.rates(visit)[0] * mean_gradient(f, at @ U.T, visit["U"])
         sent: Tree = {"G": Outer(step, at)}  # η G_i = η ∇f_i(U v_i) v_iᵀ, eq. (7)
         if self.wire == "full":
             sent = {"G": torch.outer(step, at), "C": subspace.triangle(torch.outer(at, at))}
         return {"v": v, "stats": stats}, Sent(self.weigh(visit), sent)
 
-    def _train(self, task: Task, v: Tensor, U: Tensor, stats: Params, visit: Visit) -> tuple[Tensor, Params]:
-        """Train θ_i on its way out of U v: what is −Σ η g over the steps, and the statistics after them.
+    def _train(
+        self, f: Callable[..., Tensor], v: Tensor, U: Tensor, stats: Params, visit: Visit
+    ) -> tuple[Tensor, Params]:
+        """Train θ_i with v fixed: Σ η g over the steps, and the statistics after them.
 
         θ = U v + s z with s = ‖v‖ for the literal step: K_U steps on U are steps of η‖v‖² on θ, exactly.
         """
-        s = v.norm() if self.server_step == "literal" else 1.0
-        base = v @ U.T
-        loss = lambda q, b: _loss(task, base + s * q["z"], q["stats"], b)
-        new = self.fit(loss, {"z": torch.zeros_like(base), "stats": stats}, visit["U"], self.rates(visit)[0])
+        literal, base = self.server_step == "literal", v @ U.T
+        s = v.norm() if literal else 1.0
+        start = {"z": torch.zeros_like(base), "stats": stats}
+        new = self.fit(lambda q, b: f(base + s * q["z"], b, q["stats"]), start, visit["U"], self.rates(visit)[0])
         step = -s * new["z"]
-        return step / v.square().sum() if self.server_step == "literal" else step, new["stats"]
+        return step / v.square().sum() if literal else step, new["stats"]
 
     def lift(self, mean: Tree, shared: Tree, capacity: Capacity) -> Tree:
         """Return the two matrices whose means the server needs."""
@@ -132,8 +137,3 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         return self.compose(task, client["stats"], down["U"], client["v"], visit)
-
-
-def _loss(task: Task, theta: Tensor, stats: Params, batch: Batch) -> Tensor:
-    """Return f_i(θ) on one batch."""
-    return task.loss(stats | tree.unravel(theta, tree.select(task.init(), task.names)), batch)
