@@ -90,7 +90,7 @@ class PflMfJoint(Averaging, InSubspace, Adapts):
 
         def f(q: Tree, batch: Batch) -> Tensor:
             params: Params = q["rest"] | tree.unravel(q["U"] @ q["v"], like)
-            return task.loss(params, batch)
+            return task.loss(params, batch)  # f_i(U v_i), eq. (6)
 
         v, rest = self.coefficients(client, down, visit.common), self.rest(client, down)
         rate = self.schedule.rate(self.lr, int(visit.round))

@@ -68,7 +68,7 @@ class PflMfAlgorithm1(Averaging):
         U, v_i, like, eta = down["U"], client["v"], task.init(), self.rates(visit)[0]
 
         def f(theta: Tensor, batch: Batch) -> Tensor:
-            return task.loss(tree.unravel(theta, like), batch)
+            return task.loss(tree.unravel(theta, like), batch)  # f_i(θ), eq. (6)
 
         v = self.train_v(f, U, v_i, visit)
         g = mean_gradient(f, v_i @ U.T, visit["U"])  # ∇f_i(U v_i), at the v_i that the round began with
