@@ -38,10 +38,8 @@ LARGE = {"methods", "cli"}  # one file per paper, one per command
 # Who may name a method: what has to choose one, or shows how one is chosen.
 MAY_NAME = {
     "cli/doctor.py": {"fedavg"},  # a self-test has to run something
-    "cli/onboard.py": {"local", "fedavg"},  # compares with two runs that the user names by options
     "config/__init__.py": {"fedavg"},  # the default of [method]
     "simulation/simulator.py": {"fedproto", "fedtgp", "fedkd"},  # the remedy of an error sentence
-    "simulation/onboarding.py": {"Local", "PflMf"},  # how a newcomer starts is still decided there
 }
 NAMES = METHODS.keys() | {str(cls.about.family) for cls in METHODS.values()} - {"baseline"}
 CLASSES = {cls.__name__ for cls in METHODS.values()}

@@ -20,8 +20,9 @@ from conftest import assert_close, finished, make_task, method_of
 from fedspan import tree
 from fedspan.learn.task import Task
 from fedspan.method import ClientInfo, Federation
-from fedspan.methods import METHODS, FedAvg, FedLMT, FedSim, PFedPara, PflMf, make
+from fedspan.methods import METHODS, FedAvg, FedLMT, FedSim, PFedPara, PflMfPaper, make
 from fedspan.methods.equivalences import LINES, Line, of
+from fedspan.methods.pfl_mf import PflMfAlgorithm1
 from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -94,14 +95,14 @@ def test_pfedpara_without_its_second_matrix_is_fedlmt(mapping: str) -> None:
 
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 def test_one_literal_step_on_u_is_the_gradient_step(mapping: str) -> None:
-    """One full-batch step of training θ_i on its way to the server is G_i: U + mean Δ_i v_iᵀ, whatever the form."""
-    fields: dict[str, Any] = {"rank": 3, "factorise": "all", "v_method": "gradient", "v_steps": 2, "start": "random"}
-    fields |= {"v_prior": 0.0, "g_at": "old", "lr": 0.1, "weighting": "uniform"}
+    """One full-batch step of training θ_i on its way to the server is η G_i, as a step on θ_i or on a copy of U."""
+    fields: dict[str, Any] = {"rank": 3, "v_steps": 2, "lr": 0.1}
     options = {"mapping": mapping, "batch_size": "full", "rounds": 2}
-    one = finished(method_of(PflMf, u_update="train", u_steps=1, server_step="literal", **fields), **options)
-    paper = finished(method_of(PflMf, u_update="gradient", server_step="plain", **fields), **options)
-    assert_close(one.record.server["U"], paper.record.server["U"])
-    start = finished(method_of(PflMf, u_update="gradient", server_step="plain", **fields), rounds=0).record.server["U"]
+    paper = finished(PflMfAlgorithm1(**fields), **options)
+    for step in ("literal", "plain"):
+        one = finished(method_of(PflMfPaper, u_update="train", u_steps=1, server_step=step, **fields), **options)
+        assert_close(one.record.server["U"], paper.record.server["U"])
+    start = finished(PflMfAlgorithm1(**fields), rounds=0).record.server["U"]
     assert float((start - paper.record.server["U"]).abs().max()) > 1e-4
 
 

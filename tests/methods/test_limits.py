@@ -7,15 +7,16 @@
 * Ditto lam=0: v = Local, step for step; theta = FedAvg whatever lam; lam large holds v near the model sent.
 * FedAvg with one client = Local; E=1, full batch, full participation = gradient descent on the pooled loss.
 * Oracle with one group = FedAvg; with every client its own group = Local.
-* pFL-MF: r=1, v=1 frozen = FedSGD, uniform weights; r=n, V=I frozen = Local with step lr/|S|; U=I frozen = Local;
-  (U, v) and (UQ, Q'v) give the same models; the models have rank <= r; rank-one wire = full wire; G and the v-step are
-  the gradients of psi = (1/n) sum f_i(U v_i), 1/n included. Scaled server step, no ridge, v frozen: r=1, v=1 is FedAvg,
-  one-hot v is FedAvg inside clusters, V=I is Local, any change of gauge changes nothing; with ridge and with v solved
-  only the last.
+* pFL-MF: the paper's form without options is Algorithm 1 bit for bit; r=1, v=1 frozen = FedSGD, uniform weights; r=n,
+  V=I frozen = Local with step lr/|S|; U=I frozen = Local; (U, v) and (UQ, Q'v) give the same models; the models have
+  rank <= r; rank-one wire = full wire; G and the v-step are the gradients of psi = (1/n) sum f_i(U v_i), 1/n included.
+  Scaled server step, no ridge, v frozen: r=1, v=1 is FedAvg, one-hot v is FedAvg inside clusters, V=I is Local, any
+  change of gauge changes nothing; with ridge and with v solved only the last.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from torch.func import functional_call
 from conftest import assert_close, assert_same, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.data.federated import FederatedData
+from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
 from fedspan.method import ClientInfo, Federation, Method
 from fedspan.methods import (
@@ -44,6 +46,7 @@ from fedspan.methods import (
     PflMfJoint,
     PflMfPaper,
 )
+from fedspan.methods.pfl_mf import PflMfAlgorithm1
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
@@ -296,22 +299,26 @@ def test_ditto_with_a_large_lambda_stays_near_the_model_it_was_sent() -> None:
 # ------------------------------------------------------------------------------------------------ pFL-MF
 
 
-def starting(base: type[PflMf], U: Callable[[Task], Tensor], v: Callable[[Task, int], Tensor], **fields: Any) -> PflMf:
-    """pFL-MF with a start of our own."""
+Start = Callable[[Task, int], Tensor]
+
+
+def starting(base: type[Method], U: Callable[[Task], Tensor], v: Start, **fields: Any) -> Method:
+    """pFL-MF with a start of our own; Algorithm 1 with the v-step of its text, not scaled by 1/n, and K = 5."""
 
     class Started(base):  # type: ignore[misc, valid-type]
         def init_server(self, task: Task, federation: Federation) -> Tree:
             start = super().init_server(task, federation)
-            return {**start, "U": U(task), "C": torch.eye(self.width, dtype=torch.float64)}
+            return {**start, "U": U(task), "C": torch.eye(U(task).shape[1], dtype=torch.float64)}
 
         def init_client(self, task: Task, who: ClientInfo) -> Tree:
             return {"v": v(task, who.id), "stats": {}}
 
-    method: PflMf = method_of(Started, **({"v_scale": "1", "v_steps": 5} | fields))
+    usual = {"v_scale": "1", "v_steps": 5} if base is PflMfPaper else {}
+    method: Method = method_of(Started, **(usual | fields))
     return method
 
 
-def scaled(U: Callable[[Task], Tensor], V: Tensor, **fields: Any) -> PflMf:
+def scaled(U: Callable[[Task], Tensor], V: Tensor, **fields: Any) -> Method:
     """The scaled server step without its ridge, all parameters factorised and v frozen, unless told otherwise."""
     frozen = {"factorise": "all", "v_steps": 0, "v_prior": 0.0, "ridge": 0.0, "max_step": None, "rank": V.shape[1]}
     return starting(PflMf, U, lambda _, i: V[i], **(frozen | fields))
@@ -321,6 +328,67 @@ def columns(task: Task, count: int, names: list[str] | None = None) -> Tensor:
     """Independent initialisations, one per column."""
     fresh = [task.fresh("U", j) for j in range(count)]
     return torch.stack([tree.ravel(tree.select(c, names) if names else c) for c in fresh], 1)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "loop"])
+@pytest.mark.parametrize("fields", [{}, {"rank": 3, "v_steps": 4, "lr": 0.3, "weighting": "samples"}])
+def test_pfl_mf_paper_without_options_is_algorithm_1_bit_for_bit(mapping: str, fields: dict[str, Any]) -> None:
+    """The file to be read beside the paper, and what `pfl-mf-paper` runs, are one method."""
+    a, b = (run(method_of(form, **fields), mapping=mapping) for form in (PflMfAlgorithm1, PflMfPaper))
+    assert_same(a.record.server["U"], b.record.server["U"])
+    assert_same(models(a), models(b))
+    assert a.record.progress.totals["up"] == b.record.progress.totals["up"]
+    start = run(method_of(PflMfAlgorithm1, **fields), rounds=0)
+    assert float((a.record.server["U"] - start.record.server["U"]).abs().max()) > 1e-4
+    moved = [float((a.record.row(i)["v"] - start.record.row(i)["v"]).norm()) for i in range(7)]
+    assert max(moved) > 1e-5
+
+
+FOREIGN = [
+    (PflMf, {"u_update": "joint"}),
+    (PflMf, {"g_at": "old"}),
+    (PflMf, {"v_scale": "1/n"}),
+    (PflMf, {"p": 0.1}),
+    (PflMfPaper, {"refresh": True}),
+    (PflMfPaper, {"ridge": 0.1}),
+    (PflMfPaper, {"rank_start": 20}),
+    (PflMfJoint, {"v_steps": 5}),
+    (PflMfJoint, {"wire": "full"}),
+    (PflMfJoint, {"max_shared_step": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("form", "key"), FOREIGN, ids=[f"{f.__name__}-{next(iter(k))}" for f, k in FOREIGN])
+def test_a_form_of_pfl_mf_refuses_keys_of_another_by_name(form: type[Method], key: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{form.__name__}: unknown key '{next(iter(key))}'"):
+        method_of(form, **key)
+
+
+@pytest.mark.parametrize(
+    ("form", "keys", "says"),
+    [
+        (PflMf, {"server_step": "literal"}, "server_step must be one of 'scaled', 'plain'. Got 'literal'"),
+        (PflMf, {"rank_gap": 1.0}, "rank_gap must be a finite number > 1. Got 1.0"),
+        (PflMf, {"v_steps": -1}, "v_steps must be an integer >= 0. Got -1"),
+        (PflMf, {"private_head": True}, "private_head and adamw do not go with a shared subspace"),
+        (PflMfPaper, {"rank": "auto"}, "rank must be an integer"),
+        (PflMfPaper, {"server_step": "literal"}, "u_update must be 'train' with u_steps or server_step='literal'"),
+        (PflMfPaper, {"momentum": 0.9}, "momentum and weight_decay must be 0, as G_i is a gradient. Got momentum 0.9,"),
+        (PflMfPaper, {"u_steps": 2}, "u_update must be 'train' with u_steps or server_step='literal'"),
+        (PflMfPaper, {"server_optimizer": "adam"}, "server_optimizer must be 'none', as the server takes gradient"),
+        (PflMfJoint, {"optimizer": "adamw"}, "private_head and adamw do not go with a shared subspace"),
+    ],
+)
+def test_what_a_form_of_pfl_mf_does_not_allow_is_one_sentence(
+    form: type[Method], keys: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{form.__name__}: {re.escape(says)}"):
+        method_of(form, **keys)
+
+
+def test_algorithm_1_has_no_place_for_running_statistics_and_says_which_form_has() -> None:
+    with pytest.raises(ConfigError, match="no running statistics, as they are not U v; use pfl-mf-paper"):
+        PflMfAlgorithm1(rank=2).init_server(make_task("batchnorm"), Federation(7, 0))
 
 
 @MAPPING
@@ -447,8 +515,8 @@ def test_pfl_mf_v_scale_divides_the_step_by_all_clients_not_by_those_sampled() -
 
 
 @pytest.mark.parametrize("form", [PflMf, PflMfPaper, PflMfJoint])
-def test_pfl_mf_on_a_cosine_starts_at_lr_and_then_takes_smaller_steps(form: type[PflMf]) -> None:
-    plain = run(form(rank=2, lr=0.02), rounds=2)
+def test_pfl_mf_on_a_cosine_starts_at_lr_and_then_takes_smaller_steps(form: type[Method]) -> None:
+    plain = run(method_of(form, rank=2, lr=0.02), rounds=2)
     for fields in ({"cycle": 1}, {"cycle": 2, "lr_min": 0.02}):  # both stay at lr
         assert_same(models(plain), models(run(method_of(form, rank=2, lr=0.02, **fields), rounds=2)))
     fallen = run(method_of(form, rank=2, lr=0.02, cycle=2, lr_min=0.0), rounds=2)
@@ -513,10 +581,10 @@ def test_the_scaled_step_does_not_see_any_change_of_gauge(fields: dict[str, Any]
         assert float((a.record.row(0)["v"] - V[0]).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("u_update", ["train", "joint"])
-def test_a_bounded_server_step_moves_the_shared_part_by_that_share_of_its_norm(u_update: Any) -> None:
+@pytest.mark.parametrize("server_step", ["scaled", "plain"])
+def test_a_bounded_server_step_moves_the_shared_part_by_that_share_of_its_norm(server_step: Any) -> None:
     task = make_task()
-    fields: dict[str, Any] = {"rank": 3, "lr": 0.5, "u_update": u_update}
+    fields: dict[str, Any] = {"rank": 3, "lr": 0.5, "server_step": server_step}
     start = tree.without(task.init(), task.head)
     free, bound = (
         run(method_of(PflMf, max_shared_step=m, **fields), rounds=1).record.server["theta"] for m in (None, 0.01)

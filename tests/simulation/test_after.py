@@ -43,7 +43,7 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     ("fedara", {"ratio": (1.0, 0.5), "watch": True}),
     ("mfedloru", {"rank": 3, "ranks": (3, 1), "tau": 3}),
     ("factorized-fl-alpha", {"mu_start": "dense"}),
-    ("pfl-mf-joint", {"rank": 2, "start": "random"}),
+    ("pfl-mf-joint", {"rank": 2}),
     ("fedproto", {}),
 ]
 

@@ -13,12 +13,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from conftest import call, failing, make_data, make_model
+from conftest import assert_close, assert_same, call, failing, make_data, make_model
+from conftest import finished as run_of
 from fedspan import FederatedData, Result, make, simulate, tree
 from fedspan.config import assemble, from_dict
 from fedspan.data import load
 from fedspan.errors import ConfigError, DataError
-from fedspan.method import ClientInfo
+from fedspan.learn.batches import Steps
+from fedspan.method import ClientInfo, Newcomer, Onboards
+from fedspan.methods import METHODS, FedPer
 from fedspan.randomness import key
 from fedspan.simulation.onboarding import Client, hold_out, onboard, train_alone
 
@@ -156,10 +159,51 @@ def test_whole_models_in_the_subspace_are_solved_for_too(name: str, federation: 
     simulation: Any = result.simulation
     method, task = simulation.method, simulation.task
     row = method.init_client(task, ClientInfo(16, None, key(0, "client", 16), 0))
-    U = simulation.record.server["U"]
-    start = tree.unravel(U @ row["v"], tree.select(task.init(), method.factorised(task)))
+    server = simulation.record.server
+    v = method.coefficients(row, server, {})
+    start = tree.unravel(server["U"] @ v, tree.select(task.init(), method.factorised(task)))
     before = task.example_loss(task.predict(start, x), y).mean()
     assert new.v is not None and new.v.shape == (3,) and new.measures["loss"] < float(before)
+
+
+ONBOARDING = [name for name, kind in METHODS.items() if issubclass(kind, Onboards)]
+
+
+@pytest.mark.parametrize("name", ONBOARDING)
+def test_a_way_of_its_own_to_onboard_is_pure_and_keeps_the_method_as_it_is(name: str) -> None:
+    sim = run_of(make(name, rank=2), rounds=1, mapping="loop")
+    method, task = sim.method, sim.task
+    assert isinstance(method, Onboards)
+    row = sim.engine.begin(None, 7)
+    down = method.download(sim.record.server, torch.tensor([0]), None, 1).shared
+    before = tree.digest({"row": row, "down": down})
+    first, second = (
+        method.onboard(task, row, down, sim.engine.visit(None, 1, 0, method.onboard_plan(task), {})) for _ in range(2)
+    )
+    assert tree.digest({"row": row, "down": down}) == before
+    assert_same(first, second)
+    U = down["U"]
+    inside = tree.ravel(tree.select(first.weights, method.factorised(task)))  # type: ignore[attr-defined]
+    assert_close(U @ first.solved, inside)
+
+
+def test_a_method_of_ones_own_onboards_in_its_own_way(federation: Held) -> None:
+    """Where a method has the capability, nothing is trained in visits, whatever its clients keep."""
+
+    class HalfHead(FedPer, Onboards):
+        def onboard_plan(self, task: Any) -> Any:
+            return {"some": Steps(3)}
+
+        def onboard(self, task: Any, client: Any, down: Any, visit: Any) -> Newcomer:
+            assert len(visit["some"]) == 3
+            half = {k: p / 2 for k, p in client["h"].items()}
+            return Newcomer(down["theta"] | half, torch.tensor([0.5]))
+
+    rest, held, task = federation
+    new = onboard(simulate(HalfHead(lr=0.1), task, rest, rounds=2, workers=1), *held[0])
+    assert new.visits == 0 and new.v is not None and new.v.tolist() == [0.5]
+    head = tree.select(new.task.init(), new.task.head)
+    assert_close(tree.select(new.weights, new.task.head), tree.map(lambda a: a / 2, head), 1e-6)
 
 
 @pytest.mark.parametrize(("name", "says"), [("local", "shares nothing"), ("oracle", "group")])
@@ -215,11 +259,11 @@ def test_command_joins_compares_exports_and_changes_nothing(runs: Path, new: Pat
     said = call("onboard", str(runs / "pfl-mf-0"), "--data", str(new), "--client-name", "ward 7", "--out", str(out))
     assert hashes(runs) == before
     for words in ("ward 7 joins pfl-mf-0 after round 10", "0 bytes up", "normalised with the run's constants",
-                  "local (alone)", "fedavg (joined)", "The run's own clients reach"):  # fmt: skip
+                  "trained alone", "fedavg (joined)", "The run's own clients reach"):  # fmt: skip
         assert words in said.stdout, said.stdout
     found = json.loads(call("onboard", str(runs / "pfl-mf-0"), "--data", str(new), "--json").stdout)
     assert found["bytes"]["up"] == 0 and len(found["v"]) == 4 and found["train"] == 60 and found["test"] == 20
-    assert found["accuracy"] > max(found["beside"][k]["accuracy"] for k in ("local", "fedavg"))
+    assert found["accuracy"] > max(found["beside"][k]["accuracy"] for k in ("alone", "fedavg"))
     # The file is the model whose accuracy was printed.
     _, task, _ = assemble(from_dict(EXPERIMENT))
     raw = np.load(new)
@@ -231,7 +275,7 @@ def test_command_joins_compares_exports_and_changes_nothing(runs: Path, new: Pat
     with safe_open(out, "pt") as f:
         about = f.metadata()
     assert about["client_name"] == "ward 7" and json.loads(about["plain"]) is True and about["round"] == "10"
-    other = call("onboard", str(runs / "pfl-mf-0"), "--data", str(new), "--fedavg", str(runs / "fedavg-0"), "--json")
+    other = call("onboard", str(runs / "pfl-mf-0"), "--data", str(new), "--beside", str(runs / "fedavg-0"), "--json")
     assert json.loads(other.stdout)["beside"]["fedavg"]["accuracy"] == found["beside"]["fedavg"]["accuracy"]
 
 
@@ -277,4 +321,16 @@ def test_command_errors_are_one_sentence(runs: Path, new: Path, tmp_path: Path) 
     assert ".npz" in failing("onboard", run, "--data", str(runs / "pfl-mf-0" / "config.toml"))
     assert "no such file" in failing("onboard", run, "--data", str(tmp_path / "none.npz"))
     assert ".safetensors" in failing("onboard", run, "--data", str(new), "--out", str(tmp_path / "m.bin"))
-    assert "run of fedavg" in failing("onboard", run, "--data", str(new), "--fedavg", str(runs / "oracle-0"))
+    assert "group" in failing("onboard", run, "--data", str(new), "--beside", str(runs / "oracle-0"))
+
+
+def test_command_compares_with_a_run_beside_only_if_it_has_one_model_for_all(
+    runs: Path, new: Path, tmp_path: Path
+) -> None:
+    """Of the runs beside it, the oracle has no place for newcomers, and pfl-mf keeps something at its clients."""
+    found = json.loads(call("onboard", str(runs / "fedavg-0"), "--data", str(new), "--json").stdout)
+    assert found["method"] == "fedavg" and found["v"] is None and set(found["beside"]) == {"alone"}
+    other = json.loads(
+        call("onboard", str(runs / "fedavg-0"), "--data", str(new), "--beside", str(runs / "pfl-mf-0"), "--json").stdout
+    )
+    assert set(other["beside"]) == {"alone", "pfl-mf"}

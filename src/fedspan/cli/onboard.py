@@ -24,12 +24,14 @@ Data = Annotated[
 ]
 Name = Annotated[str, typer.Option("--client-name", help="What to call the client.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the personal model (.safetensors).")]
-FedAvg = Annotated[Path | None, typer.Option("--fedavg", help="A FedAvg run to compare with; default: the one beside.")]
+Beside = Annotated[
+    Path | None, typer.Option("--beside", help="A run to compare with; default: one beside it with one model for all.")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
 def onboard(
-    run: RunPath, data: Data, name: Name = "new", out: Out = None, fedavg: FedAvg = None, as_json: Json = False
+    run: RunPath, data: Data, name: Name = "new", out: Out = None, beside: Beside = None, as_json: Json = False
 ) -> None:
     """Let a client that was never trained join a run: it downloads once, fits at home, and sends nothing.
 
@@ -47,23 +49,21 @@ def onboard(
     parts = (x[:end], y[:end], *((x[end:], y[end:]) if held else ()))
     new = joining.onboard(simulation, *parts, name=name)
     alone = joining.train_alone(simulation, new)
-    beside = _fedavg(fedavg, run, config)
-    other = None if beside is None else joining.onboard(beside, *new.examples)
+    other = _join_beside(beside, run, config, new)
     found = _facts(new, prepared)
-    found["beside"] = {"local": {**alone.measures, "lr": alone.lr, "epochs": alone.epochs, "seconds": alone.seconds}}
+    found["beside"] = {"alone": {**alone.measures, "lr": alone.lr, "epochs": alone.epochs, "seconds": alone.seconds}}
     if other is not None:
-        found["beside"]["fedavg"] = {**other.measures, "visits": other.visits, "seconds": other.seconds}
+        found["beside"][other.method] = {**other.measures, "visits": other.visits, "seconds": other.seconds}
     if out is not None:
         _export(new, out, config, simulation)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    how = f"v solved, {len(new.v)} numbers" if new.v is not None else _private(new.visits)
-    rows = [(f"{new.method} (joined)", how, *_cells(new.measures, new.seconds))]
+    rows = [(f"{new.method} (joined)", _how(new), *_cells(new.measures, new.seconds))]
     how = f"{alone.epochs} epochs, lr {alone.lr:g} by validation"
-    rows.append(("local (alone)", how, *_cells(alone.measures, alone.seconds)))
+    rows.append(("trained alone", how, *_cells(alone.measures, alone.seconds)))
     if other is not None:
-        rows.append((f"{other.method} (joined)", _private(other.visits), *_cells(other.measures, other.seconds)))
+        rows.append((f"{other.method} (joined)", _how(other), *_cells(other.measures, other.seconds)))
     say(f"{name} joins {run.name} after round {new.round}: {found['train']} training, {found['test']} test examples.")
     say(f"x: {prepared}.")
     show(table(["", "how", "accuracy %", "loss", "seconds"], rows, right=(2, 3, 4)))
@@ -72,23 +72,26 @@ def onboard(
         say(f"Model: {out}")
 
 
-def _fedavg(given: Path | None, run: Path, config: RunConfig) -> Simulation | None:
-    """The FedAvg run to compare with: the one named, or the one `compare` put beside this one."""
+def _join_beside(given: Path | None, run: Path, config: RunConfig, new: Onboarded) -> Onboarded | None:
+    """Let the newcomer join another run: the one named, or one that `compare` put beside, with one model for all.
+
+    What merely lies there may be broken, of something else, or of a method without a place for newcomers.
+    """
     from fedspan.config import load_config
+    from fedspan.simulation import onboarding as joining
 
     if given is not None:
-        other, simulation = open_run(given, "onboard --fedavg")
-        if other.method["name"] != "fedavg":
-            raise ConfigError(f"onboard: --fedavg must be a run of fedavg. Got one of {other.method['name']}.")
-        return simulation
-    beside = run.resolve().parent / f"fedavg-{config.seed}"
-    if config.method["name"] == "fedavg" or not beside.is_dir():
-        return None
-    with suppress(FedspanError, OSError):  # what merely lies there may be broken or of something else
-        other = load_config(beside / "config.toml")
-        same = all(getattr(other, k) == getattr(config, k) for k in ("data", "partition", "model", "seed"))
-        if same and other.method["name"] == "fedavg":
-            return open_run(beside, "onboard")[1]
+        return joining.onboard(open_run(given, "onboard --beside")[1], *new.examples)
+    here = run.resolve()
+    for folder in sorted(here.parent.glob(f"*-{config.seed}")):
+        with suppress(FedspanError, OSError):
+            other = load_config(folder / "config.toml")
+            same = all(getattr(other, k) == getattr(config, k) for k in ("data", "partition", "model", "seed"))
+            if folder == here or not same:
+                continue
+            simulation = open_run(folder, "onboard")[1]
+            if joining.is_one_model(simulation):
+                return joining.onboard(simulation, *new.examples)
     return None
 
 
@@ -109,8 +112,10 @@ def _cells(measures: dict[str, float], seconds: float) -> tuple[str, str, str]:
     return shown, "n/a" if loss is None else f"{loss:.4f}", f"{seconds:.2f}"
 
 
-def _private(visits: int) -> str:
-    return f"private part trained in {visits} visits" if visits else "the shared model as it is"
+def _how(new: Onboarded) -> str:
+    if new.v is not None:
+        return f"v solved, {len(new.v)} numbers"
+    return f"private part trained in {new.visits} visits" if new.visits else "the shared model as it is"
 
 
 def _others(run: Path) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.batches import Amount
 from fedspan.learn.task import Task
-from fedspan.method.protocol import Capacity, Down, Federation, Method, Sent, Weight
+from fedspan.method.protocol import Capacity, Down, Federation, Method, Sent, Visit, Weight
 from fedspan.tree import Tree
 from fedspan.wire import Codec
 
@@ -112,6 +112,29 @@ class Adapts:
         return task.predict(personal, x)
 
 
+class Newcomer(NamedTuple):
+    """A client that has just joined: the weights it predicts with, and the few numbers it solved for."""
+
+    weights: Tree
+    solved: Tensor
+
+
+class Onboards:
+    """A client that was never trained is fitted in the method's own way: from one download, without an upload.
+
+    A method without it lets a newcomer train its private part by `client_update`, as often as a client of the run took
+    part on average, and drops what it would send; one whose clients keep nothing gives it the shared model as it is.
+    """
+
+    def onboard_plan(self, task: Task) -> Mapping[str, Amount]:
+        """The streams `onboard` wants."""
+        return {}
+
+    def onboard(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Newcomer:
+        """Fit a client whose state is that of `init_client` to the final download."""
+        raise TypeError(f"{type(self).__name__}: onboard must be defined.")
+
+
 class Observed:
     """Numbers about a run that are worth a curve or a panel."""
 
@@ -160,6 +183,7 @@ class Abilities:
         self.adapts: Adapts = method if isinstance(method, Adapts) else _WITHOUT
         self.observed: Observed = method if isinstance(method, Observed) else _WITHOUT
         self.lifts: Lifts | None = method if isinstance(method, Lifts) else None
+        self.onboards: Onboards | None = method if isinstance(method, Onboards) else None
 
     @property
     def weight(self) -> Weight:

@@ -140,6 +140,7 @@ class HeatMap:
 
 
 Chart: TypeAlias = ScatterChart | BarChart | LineChart | HeatMap
+"""What can be drawn."""
 
 
 @dataclass(frozen=True)

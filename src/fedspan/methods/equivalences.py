@@ -144,6 +144,11 @@ LINES: tuple[Line, ...] = (
     ),
     Line(
         ("pfl-mf-paper",),
+        "pFL-MF(one common v, K = 0) = FedSGD from U v",
+        "test_pfl_mf::test_from_one_v_algorithm_1_is_one_model_for_all_until_a_v_has_moved",
+    ),
+    Line(
+        ("pfl-mf-paper",),
         "pFL-MF(one step on U) = its literal form",
         "test_equivalences::test_one_literal_step_on_u_is_the_gradient_step",
     ),
@@ -234,6 +239,11 @@ LINES: tuple[Line, ...] = (
         ("pfl-mf",),
         "pFL-MF(scaled step, one-hot v) = FedAvg inside clusters",
         "test_limits::test_the_scaled_step_with_one_hot_v_is_fedavg_inside_clusters",
+    ),
+    Line(
+        ("pfl-mf-joint",),
+        "pFL-MF joint = FedPer on U and v",
+        "test_pfl_mf::test_the_joint_form_is_fedper_on_u_and_v_as_the_public_code_runs_it",
     ),
     Line(
         ("pfl-mf-joint",),

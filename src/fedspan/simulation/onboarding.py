@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -16,9 +15,11 @@ from torch import Tensor, nn
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData, Index, split
 from fedspan.errors import ConfigError, DataError, FedspanError
+from fedspan.learn.batches import Epochs
+from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
-from fedspan.method import Abilities, Capacity, ClientInfo, Method
-from fedspan.methods import Local, PflMf, name_of
+from fedspan.method import Adapts, Capacity, ClientInfo
+from fedspan.methods import name_of
 from fedspan.randomness import key
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.result import Result
@@ -31,8 +32,7 @@ Client: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """x, y, x_test, y_test of one client, labels as the client itself names them."""
 
 MOST_VISITS = 100  # a newcomer should not wait longer, and small data are learnt by then
-_RATES = (0.03, 0.1, 0.3, 1.0)  # for training alone, and for v where nothing bounds the curvature
-_COLD_STEPS = 200  # on cached features, which cost little; a run needs fewer, as its clients start from their last v
+_RATES = (0.03, 0.1, 0.3, 1.0)  # for training alone
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def onboard(
 ) -> Onboarded:
     """Let a client that was never trained join a run, from its own examples alone; the run is not changed.
 
-    With pFL-MF it solves for its coefficients v on the final U. Where a method keeps a private part, that is trained
-    by its own `client_update`, and what would be sent is thrown away. Other models are used as they are.
+    A method that `Onboards` fits it in its own way. Elsewhere a private part is trained by the method's own
+    `client_update`, and what would be sent is thrown away; models without one are used as they are.
 
     Args:
         x: inputs prepared as those of the run (normalised); without a test part they are split 75/25.
@@ -122,14 +122,13 @@ def onboard(
     simulation, data = _newcomer(run, x, y, x_test, y_test)
     start, method, t = time.perf_counter(), simulation.method, simulation.record.progress.round
     capacity, down, received = _download(simulation)
-    task = (engine := _engine(simulation, method, data)).model(capacity)
+    task = (engine := _engine(simulation, data)).model(capacity)
     n, seed = simulation.data.clients, simulation.seed
     row = method.init_client(task, ClientInfo(n, capacity, key(seed, "client", n), seed))
     visits, v, common = 0, None, simulation.record.common
-    if isinstance(method, PflMf):
-        method, weights = _solve(simulation, data, task, row, down)
-        theta = tree.ravel(tree.select(weights, method.factorised(task)))
-        v = torch.linalg.lstsq(down["U"].double(), theta.double()[:, None], driver="gelsd").solution[:, 0].to(theta)
+    if (able := engine.able.onboards) is not None:
+        visit = engine.visit(capacity, t, 0, able.onboard_plan(task), common)
+        weights, v = tree.detach(able.onboard(task, row, down, visit))
     else:
         visits = _visits(simulation) if tree.leaves(row) else 0
         for k in range(visits):
@@ -137,8 +136,13 @@ def onboard(
             row = tree.take(answer.rows, 0)  # what it would send is dropped here
         weights = engine.personal(capacity, t, 0, row, down, common)
     seconds = time.perf_counter() - start
-    found = _measure(method, task, weights, data, data.test[0])
+    found = _measure(engine.able.adapts, task, weights, data, data.test[0])
     return Onboarded(name, name_of(method), t, found, visits, received, seconds, v, weights, task, data)
+
+
+def is_one_model(simulation: Simulation) -> bool:
+    """Whether the run's clients keep nothing of their own: a newcomer takes the shared model as it is."""
+    return not tree.leaves(simulation.engine.begin(simulation.capacity[0], 0))
 
 
 def train_alone(run: Run, new: Onboarded) -> Alone:
@@ -152,9 +156,9 @@ def train_alone(run: Run, new: Onboarded) -> Alone:
     fit, _, held = split(data.train[0], 0, simulation.seed)
 
     def measured(lr: float, train: Index, test: Index) -> dict[str, float]:
-        engine = replace(_engine(simulation, Local(lr=lr), replace(data, train=[train])), epochs=epochs)
-        row = engine.update(None, 1, [0], {"theta": tree.stack([engine.task.init()])}, {}, {}, {}).rows
-        return _measure(engine.method, engine.task, tree.take(row["theta"], 0), data, test)
+        engine = replace(_engine(simulation, replace(data, train=[train])), epochs=epochs)
+        visit, task = engine.visit(None, 1, 0, {"train": Epochs()}, {}), engine.task
+        return _measure(Adapts(), task, sgd(task.loss, task.init(), visit["train"], lr), data, test)
 
     def badness(lr: float) -> tuple[float, float]:
         found = measured(lr, fit, held)
@@ -162,28 +166,6 @@ def train_alone(run: Run, new: Onboarded) -> Alone:
 
     lr = min(_RATES, key=badness) if len(held) else 0.1
     return Alone(lr, epochs, measured(lr, data.train[0], data.test[0]), time.perf_counter() - start)
-
-
-def _solve(s: Simulation, data: FederatedData, task: Task, row: Tree, down: Tree) -> tuple[PflMf, Tree]:
-    """`personal` of a fresh client with its v solved for; without a bound on the curvature, at the best step."""
-    assert isinstance(s.method, PflMf)
-    t, common = s.record.progress.round, s.record.common
-
-    def use(method: PflMf, row: Tree) -> Tree:
-        return _engine(s, method, data).personal(None, t, 0, row, down, common)
-
-    if task.stats:  # a newcomer's running statistics are those of nobody: features need its own first
-        row = row | {"stats": tree.select(use(replace(s.method, refresh=False), row), task.stats)}
-    cheap = s.method.factorise == "head"
-    solver = replace(s.method, refresh=True, v_steps=max(_COLD_STEPS if cheap else 50, s.method.v_steps))
-    if cheap and task.curvature_bound() is not None:
-        # The first v belongs to the first U: on the final one its outputs can be huge and wrong, and 0 is much nearer.
-        solver, row = replace(solver, v_method="solve", lr_v=None), row | {"v": torch.zeros_like(row["v"])}
-        return solver, use(solver, row)
-    tried = [replace(solver, v_method="precondition", lr_v=rate) for rate in _RATES]
-    fits = [(m, use(m, row)) for m in tried]
-    losses = [_measure(fit[0], task, fit[1], data, data.train[0])["loss"] for fit in fits]
-    return fits[int(np.nan_to_num(losses, nan=np.inf).argmin())]
 
 
 def _state(run: Run) -> Simulation:
@@ -231,8 +213,8 @@ def _download(simulation: Simulation) -> tuple[Capacity, Tree, int]:
     return capacity, shared, sum(wire.count(shared, coded).values()) + tree.nbytes(record.common)
 
 
-def _engine(s: Simulation, method: Method, data: FederatedData) -> Engine:
-    return Engine(method, s.task, data, s.seed, s.engine.batch_size, s.settings.epochs, "loop")
+def _engine(s: Simulation, data: FederatedData) -> Engine:
+    return Engine(s.method, s.task, data, s.seed, s.engine.batch_size, s.settings.epochs, "loop")
 
 
 def _visits(s: Simulation) -> int:
@@ -240,11 +222,11 @@ def _visits(s: Simulation) -> int:
     return min(MOST_VISITS, max(1, round(s.record.progress.round * s.settings.participation)))
 
 
-def _measure(method: Method, task: Task, weights: Tree, data: FederatedData, rows: Index) -> dict[str, float]:
+def _measure(adapts: Adapts, task: Task, weights: Tree, data: FederatedData, rows: Index) -> dict[str, float]:
     """Means over some rows; empty if there are none."""
     if not len(rows):
         return {}
     at = torch.from_numpy(rows)
     with torch.no_grad():
-        found = task.measures(Abilities(method).adapts.predict(task, weights, data.x[at]), data.y[at])
+        found = task.measures(adapts.predict(task, weights, data.x[at]), data.y[at])
     return {k: float(v.mean()) for k, v in found.items()}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from fedspan.methods.pfl_mf import PflMfPaper
+from fedspan.methods.pfl_mf import PflMfAlgorithm1
 from fedspan.randomness import generator
 from fedspan.studies.theory.plain_rounds import start_of
 from fedspan.studies.theory.problem import Problem
@@ -63,7 +63,7 @@ def lipschitz(problem: Problem, rank: int, rounds: int) -> float:
 
     The path is eqs. (8) and (9) written out with K = 1, which is much quicker than the method and the same to rounding.
     """
-    start = start_of(PflMfPaper(rank=rank), problem)
+    start = start_of(PflMfAlgorithm1(rank=rank), problem)
     L = MARGIN * curvature(problem, start[0][None], start[1][None])
     for _ in range(5):
         U, V = descent(problem, *start, 1 / (4 * L), rounds)

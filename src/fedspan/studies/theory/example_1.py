@@ -10,7 +10,7 @@ import numpy as np
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
-from fedspan.methods.pfl_mf import PflMf, PflMfPaper
+from fedspan.methods.pfl_mf import CoefficientSolver, PflMf, PflMfPaper
 from fedspan.randomness import generator
 from fedspan.report.canvas import panels
 from fedspan.studies.theory.groups import Score, coordinates, fit, grouped
@@ -28,7 +28,7 @@ def run(clients: int = 20, dimension: int = 20, train: int = 30, test: int = 200
         "local": Local(lr=0.5),
         "fedavg": FedAvg(lr=0.5),
         "oracle": Oracle(lr=0.5),
-        "pfl-mf, r = 1": PflMf(rank=1, lr=0.5, v_steps=20),
+        "pfl-mf, r = 1": PflMf(rank=1, lr=0.5, solver=CoefficientSolver(steps=20)),
         "pfl-mf-paper, r = 1": PflMfPaper(rank=1, lr=0.5, lr_v=0.5, v_scale="1", v_steps=5),
     }
     fits = {name: fit(method, data, rounds) for name, method in methods.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
-from fedspan.methods.pfl_mf import PflMf
+from fedspan.methods.pfl_mf import CoefficientSolver, PflMf
 from fedspan.randomness import generator
 from fedspan.report.canvas import panels
 from fedspan.studies.theory.groups import Score, coordinates, fit, grouped
@@ -33,7 +33,9 @@ def run(
     ranks = list(range(1, k + 3))
     found: dict[int, float] = {}
     for r in ranks:
-        scores[f"pfl-mf, r = {r}"], result = fit(PflMf(rank=r, lr=0.5, v_steps=20), data, rounds)
+        scores[f"pfl-mf, r = {r}"], result = fit(
+            PflMf(rank=r, lr=0.5, solver=CoefficientSolver(steps=20)), data, rounds
+        )
         found[r] = rand_index(coordinates(result), truth, k)
     rows = [[name, f"{100 * s.accuracy:.1f} %", f"{s.loss:.3f}", ""] for name, s in scores.items()]
     for row, r in zip(rows[len(baselines) :], ranks):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.methods.pfl_mf import PflMfPaper
+from fedspan.methods.pfl_mf import PflMfAlgorithm1
 from fedspan.randomness import generator
 from fedspan.report.canvas import panels
 from fedspan.report.palette import PAPER
@@ -65,7 +65,7 @@ class Path:
 def descend(A: Tensor, U: Tensor, V: Tensor, rounds: int, lr: float = 0.3) -> Path:
     """Algorithm 1 to the letter (K = 1, one η, 1/n in the v-step) on f_i(θ) = ½‖θ − a_i‖², all clients."""
     problem = quadratic(A)
-    method = PflMfPaper(rank=U.shape[1], lr=lr)
+    method = PflMfAlgorithm1(rank=U.shape[1], lr=lr)
     path_U, path_V = trajectory(method, problem, rounds, start=(U, V))
     angle = torch.rad2deg(torch.atan2(path_U[:, 1, 0], path_U[:, 0, 0])) % 180
     return Path(angle.tolist(), problem.losses(path_U, path_V).tolist(), path_U[-1] @ path_V[-1].T)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedspan.methods.pfl_mf import PflMfPaper
+from fedspan.methods.pfl_mf import PflMfAlgorithm1
 from fedspan.randomness import generator
 from fedspan.studies.theory.curvature import descent
 from fedspan.studies.theory.outcome import slope
@@ -48,7 +48,7 @@ def noisy(
     recursion is the method's to rounding (`squared_gradients` measures that). From the usual start the average is
     mostly the way to a solution; with `solved` a run starts at one, so that noise is all there is.
     """
-    U, V = start_of(PflMfPaper(rank=rank), problem)
+    U, V = start_of(PflMfAlgorithm1(rank=rank), problem)
     if solved:
         path = descent(problem, U, V, 1 / (2 * L), 4000)
         U, V = path[0][-1], path[1][-1]

@@ -9,7 +9,6 @@ from torch.func import vmap
 from fedspan import tree
 from fedspan.learn.aggregate import weighted_mean
 from fedspan.method import ClientInfo, Federation, Method, Round
-from fedspan.methods.pfl_mf import PflMf
 from fedspan.randomness import generator, key
 from fedspan.simulation.engine import Engine
 from fedspan.studies.theory.problem import Problem
@@ -51,14 +50,14 @@ class Rounds:
         self.rows = tree.map(lambda old, new: old.index_copy(0, at, new), self.rows, answer.rows)
 
 
-def start_of(method: PflMf, problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
+def start_of(method: Method, problem: Problem, seed: int = 0) -> tuple[Tensor, Tensor]:
     """U⁰ [d, r] and V⁰ [n, r] as the method draws them."""
     run = Rounds(method, problem, seed)
     return run.server["U"], run.rows["v"]
 
 
 def trajectory(
-    method: PflMf,
+    method: Method,
     problem: Problem,
     rounds: int,
     *,

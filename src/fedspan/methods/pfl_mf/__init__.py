@@ -1,0 +1,14 @@
+"""pFL-MF: all client models lie in one r-dimensional subspace, θ_i = U v_i. Dadras, Stich and Yurtsever, TMLR 2025.
+
+`paper` is Algorithm 1, to be read beside the paper, `paper_options` what else its experiments set; `joint` is what the
+public code does, `default` the form that works. They share `coefficients` (v with U fixed), `gauge` and `rank`.
+"""
+
+from fedspan.methods.pfl_mf.coefficients import CoefficientSolver, InSubspace
+from fedspan.methods.pfl_mf.default import PflMf
+from fedspan.methods.pfl_mf.joint import PflMfJoint
+from fedspan.methods.pfl_mf.paper import PflMfAlgorithm1
+from fedspan.methods.pfl_mf.paper_options import PflMfPaper
+from fedspan.methods.pfl_mf.rank import RankSearch
+
+__all__ = ["CoefficientSolver", "InSubspace", "PflMf", "PflMfAlgorithm1", "PflMfJoint", "PflMfPaper", "RankSearch"]
