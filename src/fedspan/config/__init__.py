@@ -34,8 +34,11 @@ class RunConfig:
     """A whole experiment. `method` holds `name` and fields; `methods` holds fields for single methods."""
 
     name: str
+    """What the run is called, and its directory; without it the name of the file."""
     seed: int = 0
+    """What every random draw of the run is keyed by."""
     rounds: int = 100
+    """Rounds of training."""
     data: DataConfig = field(default_factory=DataConfig)
     partition: PartitionConfig = field(default_factory=lambda: PartitionConfig(clients=10))
     model: ModelConfig = field(default_factory=ModelConfig)
