@@ -6,13 +6,17 @@ Blocks of a page are followed from top to bottom in one empty folder:
 * ```` ```console ```` lines `$ fedspan …` and `$ python …` are called and must end with 0.
 * ```` ```toml ```` is a checked experiment; below `<!-- file: NAME -->` a block is also written to that file.
 * Below `<!-- not run: why -->` a block is left out, and below `<!-- long -->` it waits for the long tests.
+* Below `<!-- tree … -->` a block is an edit of fedspan itself, which the long tests make in a copy.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -30,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RUN = [ROOT / "README.md", *sorted(DOCS.glob("tutorials/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
 ALL = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+ENTRY_POINTS = {"fedspan.methods", "fedspan.models", "fedspan.data"}
 LANGUAGES = {"python", "console", "toml", "text", "ini", "yaml", "bibtex"}
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 
@@ -47,6 +52,11 @@ class Block(NamedTuple):
         """Whether the page says why it is not run."""
         return self.mark.startswith("not run: ")
 
+    @property
+    def edits(self) -> bool:
+        """Whether it is an edit of fedspan's own files."""
+        return self.mark.startswith("tree ")
+
 
 def blocks(page: Path) -> Iterator[Block]:
     """The fenced blocks of a page in their order."""
@@ -60,7 +70,7 @@ def follow(page: Path, long: bool) -> None:
     """Do what a page says, in the current folder."""
     names: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page):
-        if block.excused or (block.mark == "long" and not long):
+        if block.excused or block.edits or (block.mark == "long" and not long):
             continue
         where = f"{page.name}:{block.line}"
         if block.mark.startswith("file: "):
@@ -119,8 +129,47 @@ def test_every_block_is_run_checked_or_excused(page: Path) -> None:
                 x for x in block.text.splitlines() if not x.startswith(("$ fedspan ", "$ python ", "$ PYTHONPATH="))
             ]
             assert not strange, f"{where}: {strange[0]!r} cannot be run by the test"
-        if block.kind == "toml" and not block.excused:
+        if block.kind == "toml" and not block.excused and not block.edits:
             from_dict(tomllib.loads(block.text))
+
+
+def edit(block: Block, tree: Path) -> None:
+    """Make an edit that a page asks for: a whole file, lines below a line, or lines at the end."""
+    kind, _, rest = block.mark.removeprefix("tree ").partition(": ")
+    name, _, above = rest.partition(" below ")
+    path = tree / name
+    if kind == "file":
+        path.write_text(block.text, encoding="utf-8")
+    elif kind == "end":
+        path.write_text(path.read_text(encoding="utf-8") + block.text, encoding="utf-8")
+    else:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        (at,) = (k for k, line in enumerate(lines) if line.lstrip().startswith(above))
+        path.write_text("".join([*lines[: at + 1], block.text, *lines[at + 1 :]]), encoding="utf-8")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_method_joins_the_tree_as_the_page_says(tmp_path: Path) -> None:
+    for part in ("src", "tests", "docs", "experiments"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "mkdocs.yml"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    edits = [block for block in blocks(DOCS / "tutorials" / "add_a_method.md") if block.edits]
+    assert len(edits) == 6
+    for block in edits:
+        edit(block, tmp_path)
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
+    for program in (
+        ["docs/generate.py"],
+        ["-m", "pytest", "-q", "-n0", "tests/methods", "tests/method", "-k", "damped or line or sentence"],
+        ["-m", "pytest", "-q", "-n0", "tests/docs/test_generated_pages.py"],
+    ):
+        words = [w for w in program if not w.startswith("tests/") or (tmp_path / w).exists()]
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def anchors(page: Path) -> set[str]:
@@ -146,13 +195,26 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", ALL, ids=lambda p: str(p.relative_to(ROOT)))
 def test_paths_in_the_text_exist(page: Path) -> None:
     """`src/…`, `docs/…`, `tests/…` and `experiments/…` in back quotes are files or folders of the repository."""
-    for path in re.findall(r"`((?:src|docs|tests|experiments|bench)/[\w./-]+)`", page.read_text(encoding="utf-8")):
-        if page.name != "CHANGELOG.md":
-            assert (ROOT / path).exists(), f"{page.name}: {path}"
+    text = page.read_text(encoding="utf-8")
+    made = {block.mark.removeprefix("tree file: ") for block in blocks(page)}
+    for path in set(re.findall(r"`((?:src|docs|tests|experiments|bench)/[\w./-]+)`", text)) - made:
+        assert page.name == "CHANGELOG.md" or (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+@pytest.mark.parametrize("page", [p for p in ALL if p.name != "CHANGELOG.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_names_in_the_text_exist(page: Path) -> None:
+    """`fedspan.module.name` in back quotes can be imported; entry points are named beside the word."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for name in set(re.findall(r"`(fedspan(?:\.\w+)+)`", text)) - ENTRY_POINTS:
+        thing: Any = importlib.import_module("fedspan")
+        for part in name.split(".")[1:]:
+            inner = f"{thing.__name__}.{part}" if hasattr(thing, "__path__") else ""
+            found = inner and importlib.util.find_spec(inner)
+            thing = importlib.import_module(inner) if found else getattr(thing, part)
 
 
 def test_every_page_is_on_the_site() -> None:
-    nav = set(re.findall(r"- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
+    nav = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
     assert nav == {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
 
 
