@@ -352,8 +352,9 @@ def command_page() -> str:
             argument = p.param_type_name == "argument"
             plain = isinstance(p.default, str | int | float | enum.Enum) and p.default not in (False, "")
             default = p.default if plain else None
-            rows.append((f"`{p.metavar or p.name.upper()}`" if argument else option(p), shown(default), p.help or ""))
-        options = table(("", "default", "what it does"), rows) if rows else []
+            rows.append((f"`{p.metavar or p.name.upper()}`" if argument else option(p), p.help or "", shown(default)))
+        width = 3 if any(default for *_, default in rows) else 2
+        options = table(("", "what it does", "default")[:width], [r[:width] for r in rows]) if rows else []
         parts.append([f"## {path}", "", "```", usage(path, command), "```", "", *prose(command.help), "", *options])
     return page("Command line", *parts)
 
@@ -421,7 +422,7 @@ def public(name: str, thing: Any) -> list[str]:
         return lines + (table(("member", "what it does"), rows) if rows else [])
     if callable(thing):
         return [*lines, *signature(f"fedspan.{name}", thing), *prose(thing.__doc__)]
-    return [*lines, f"`{thing!r}`" if isinstance(thing, str) else ""]
+    return [*lines, *prose(type(thing).__doc__)]
 
 
 def fields_of(cls: type) -> list[str]:
@@ -449,18 +450,7 @@ def python_page() -> str:
         is used: `import fedspan` does not import torch."""
     names = [n for n in sorted(fedspan.__all__, key=lambda n: (n.startswith("_"), n.lower())) if n != "__version__"]
     parts = [public(name, getattr(fedspan, name)) for name in names]
-    return page("Python", textwrap.dedent(intro).splitlines(), *parts, testing())
-
-
-def testing() -> list[str]:
-    """`fedspan.testing`, the checks for methods of one's own."""
-    import importlib
-
-    try:
-        module = importlib.import_module("fedspan.testing")
-    except ModuleNotFoundError:
-        return []
-    return public("fedspan.testing", module)
+    return page("Python", textwrap.dedent(intro).splitlines(), *parts)
 
 
 # ------------------------------------------------------------------------------------------------ all of them
