@@ -36,13 +36,13 @@ test: $(VENV)/.dev ## run the tests (under five minutes on two cores)
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.dev ## lint, formatting and types
-	$(BIN)/ruff check src tests bench docs
-	$(BIN)/ruff format --check src tests bench docs
+	$(BIN)/ruff check src tests bench docs/*.py
+	$(BIN)/ruff format --check src tests bench docs/*.py
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## format the code
-	$(BIN)/ruff format src tests bench docs
-	$(BIN)/ruff check --fix --quiet src tests bench docs
+	$(BIN)/ruff format src tests bench docs/*.py
+	$(BIN)/ruff check --fix --quiet src tests bench docs/*.py
 
 bench: $(VENV)/.dev ## time the workloads beside their floor and limit (WORKLOADS=name,name runs some); writes bench.json
 	$(BIN)/python -m bench --workloads $(WORKLOADS) --out bench.json

@@ -6,9 +6,11 @@ With `--check` nothing is written; it names the pages that differ from what woul
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import enum
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -393,14 +395,17 @@ def members(cls: type) -> list[tuple[str, str]]:
         inner = inner.fget if isinstance(member, property) else inner
         if not name.startswith("_") and (inspect.isfunction(inner) or isinstance(member, property)):
             first = (inspect.getdoc(inner) or "").split("\n\n")[0]
-            arguments = "" if isinstance(member, property) else _arguments(inner)
+            arguments = "" if isinstance(member, property) else _arguments(inner, of_class=True)
             found.append((f"`{name}{arguments}`", first))
     return found
 
 
-def _arguments(function: Any) -> str:
-    names = [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
-    return f"({', '.join(('*' * (p.kind - 1) * (p.kind in (2, 4)) + p.name) for p in names)})"
+def _arguments(function: Any, of_class: bool = False) -> str:
+    parameters = list(inspect.signature(function).parameters.values())
+    if of_class and parameters and parameters[0].name in ("self", "cls"):
+        del parameters[0]
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"({', '.join(stars.get(p.kind, '') + p.name for p in parameters)})"
 
 
 def public(name: str, thing: Any) -> list[str]:
@@ -414,15 +419,29 @@ def public(name: str, thing: Any) -> list[str]:
         ]
         return [*lines, *prose(thing.__doc__), "", *table(("function", "what it does"), functions)]
     if inspect.isclass(thing):
-        lines += [] if dataclasses.is_dataclass(thing) else signature(name, thing)
+        lines += [] if dataclasses.is_dataclass(thing) or "__init__" not in vars(thing) else signature(name, thing)
         lines += [*prose(thing.__doc__), ""]
         if dataclasses.is_dataclass(thing) and any(f.init for f in dataclasses.fields(thing)):
             lines += [*fields_of(thing), ""]
+        if issubclass(thing, tuple) and hasattr(thing, "_fields"):
+            lines += [*parts_of(thing), ""]
         rows = members(thing)
         return lines + (table(("member", "what it does"), rows) if rows else [])
     if callable(thing):
         return [*lines, *signature(f"fedspan.{name}", thing), *prose(thing.__doc__)]
     return [*lines, *prose(type(thing).__doc__)]
+
+
+def parts_of(cls: Any) -> list[str]:
+    """The parts of a named tuple, each with the string under it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    rows = []
+    for node, after in itertools.zip_longest(body.body, body.body[1:]):
+        if isinstance(node, ast.AnnAssign):
+            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+            rows.append((f"`{ast.unparse(node.target)}`", f"`{ast.unparse(node.annotation)}`", said or ""))
+    return table(("part", "type", "what it is"), rows)
 
 
 def fields_of(cls: type) -> list[str]:
