@@ -15,7 +15,6 @@ from fedspan.errors import ConfigError, nearest
 from fedspan.method.named_code import brief, installed, is_spec, load_installed, named_class, need_subclass
 from fedspan.models import causal, checks, cnn, resnet, simple
 
-
 GROUP = "fedspan.models"
 """The entry points by which an installed package brings models."""
 
