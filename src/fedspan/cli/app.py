@@ -22,6 +22,7 @@ from fedspan.cli.diagnose import diagnose
 from fedspan.cli.doctor import doctor
 from fedspan.cli.export import export
 from fedspan.cli.methods import methods
+from fedspan.cli.new import new
 from fedspan.cli.onboard import onboard
 from fedspan.cli.report import report
 from fedspan.cli.reproduce import reproduce
@@ -75,6 +76,7 @@ for entry in [*analyse.registered_commands, *deploy.registered_commands]:
         entry.callback = with_code(entry.callback)
 app.add_typer(analyse, name="analyse")
 app.add_typer(deploy, name="deploy")
+app.add_typer(new, name="new")
 
 
 def _version(wanted: bool) -> None:
