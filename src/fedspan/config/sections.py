@@ -12,6 +12,7 @@ from fedspan.data import PARTITIONS, check_partition
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.errors import ConfigError, nearest
 from fedspan.models import MODELS, build
+from fedspan.models.build import is_own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class ModelConfig:
         if self.kinds:
             object.__setattr__(self, "kind", self.kinds[0])
         kinds = self.kinds or (self.kind,)
-        named = [kind for kind in kinds if ":" not in kind]
+        named = [kind for kind in kinds if not is_own(kind)]
         known: dict[str, Any] = {}
         for kind in named:
             known |= self._known(kind)
@@ -119,7 +120,7 @@ class ModelConfig:
     def module(self, shape: tuple[int, ...], classes: int, kind: str | None = None) -> nn.Module:
         """Build the model (of several the one of that kind); its weights come from torch's generator."""
         kind, options = kind or self.kind, self.options
-        if self.kinds and ":" not in kind:
+        if self.kinds and not is_own(kind):
             options = {k: v for k, v in options.items() if k in self._known(kind)}
         return build(kind, shape, classes, **options)
 
