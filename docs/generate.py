@@ -98,6 +98,8 @@ def prose(doc: str | None) -> list[str]:
             line = f"* `{item[1]}`: {item[2]}"
         elif listed and line.startswith("        "):
             line = "  " + line.strip()
+        elif listed and line.startswith("    "):
+            line = line.strip()
         elif listed and line and not line.startswith(" "):
             listed = False
         lines.append(line)

@@ -168,7 +168,7 @@ LINES: tuple[Line, ...] = (
     Line(
         (),
         "simulator = one client after another, for every method",
-        "test_all_methods::test_vmap_chunks_loop_and_two_workers_agree",
+        "test_all_methods::test_every_method_keeps_its_promises",
     ),
     Line(
         ("ifca",),
