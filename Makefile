@@ -25,6 +25,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.user
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.dev
+	$(PIP) -e '.[docs]'
+	@touch $@
+
 install: $(VENV)/.dev ## make the environment in .venv, with everything for development
 
 demo: $(VENV)/.user ## compare seven methods on bundled data (under a minute) and write a report
@@ -41,22 +45,23 @@ full: $(VENV)/.dev ## run what takes long: faults, fuzzing, real federations, th
 	$(BIN)/python tests/tools/wheel_demo.py
 
 check: $(VENV)/.dev ## lint, formatting, types and the layering of the source
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench docs/*.py
+	$(BIN)/ruff format --check src tests bench docs/*.py
 	$(BIN)/mypy
 	$(PYTEST) -n0 tests/test_house.py
 
 format: $(VENV)/.dev ## format the code
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix --quiet src tests bench
+	$(BIN)/ruff format src tests bench docs/*.py
+	$(BIN)/ruff check --fix --quiet src tests bench docs/*.py
 
 bench: $(VENV)/.dev ## time the workloads beside their floor and limit (WORKLOADS=name,name runs some); writes bench.json
 	$(BIN)/python -m bench --workloads $(WORKLOADS) --out bench.json
 
-docs: $(VENV)/.dev ## write docs/methods.md from the methods' own docstrings
-	$(BIN)/fedspan methods --markdown > docs/methods.md
+docs: $(VENV)/.docs ## write the reference from the code, and build the site in build/site (a broken link fails)
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-gallery: $(VENV)/.dev ## draw the pictures of docs/gallery.md from the demo's runs (screenshots need Chromium)
+gallery: $(VENV)/.dev ## draw the pictures of docs/explanation/gallery.md from the demo's runs (screenshots need Chromium)
 	$(BIN)/python docs/make_gallery.py
 
 clean: ## remove the environment and everything made

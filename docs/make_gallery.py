@@ -1,4 +1,4 @@
-"""The pictures of `docs/gallery.md`: `python docs/make_gallery.py`, or `make gallery`.
+"""The pictures of `docs/explanation/gallery.md`: `python docs/make_gallery.py`, or `make gallery`.
 
 They are drawn from the runs of `fedspan demo`, which are made if they are not there. Screenshots need Chromium; without
 it the old ones are kept.
@@ -40,7 +40,7 @@ def small(path: Path) -> None:
 
 def screenshots(page: Path, out: Path) -> bool:
     """The page as a browser shows it: light, dark, and on a phone."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    sys.path.insert(0, str(HERE.parent / "tests" / "report"))
     from browser import CHROMIUM, browser
 
     if CHROMIUM is None:

@@ -38,6 +38,7 @@ LARGE = {"methods", "cli"}  # one file per paper, one per command
 # Who may name a method: what has to choose one, or shows how one is chosen.
 MAY_NAME = {
     "cli/doctor.py": {"fedavg"},  # a self-test has to run something
+    "cli/new.py": {"fedavg"},  # the example it writes is compared with it
     "config/__init__.py": {"fedavg"},  # the default of [method]
     "simulation/simulator.py": {"fedproto", "fedtgp", "fedkd"},  # the remedy of an error sentence
 }

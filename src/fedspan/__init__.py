@@ -2,6 +2,9 @@
 
 >>> import fedspan
 >>> method = fedspan.make("fedavg", lr=0.1)
+
+The names of `__all__` are the stable surface: what experiments, and methods of one's own, are written with. They are
+imported when they are first used, so `import fedspan` itself is quick and does not load torch.
 """
 
 from __future__ import annotations
@@ -12,29 +15,110 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fedspan import testing, tree
     from fedspan.data.federated import FederatedData
+    from fedspan.errors import ConfigError, DataError, Divergence, FedspanError, PromiseError
+    from fedspan.learn.batches import All, Batch, Batches, Epochs, Portion, Steps, Validation
+    from fedspan.learn.optimizer import Optimizer, Schedule
+    from fedspan.learn.server_optimizer import ServerOptimizer
+    from fedspan.learn.sgd import adamw, gradient, gradient_and_value, hessian_product, mean_gradient, sgd
     from fedspan.learn.task import Task
-    from fedspan.methods import make
+    from fedspan.method import fields
+    from fedspan.method.bases import Averaging, Sharing, Training
+    from fedspan.method.capabilities import Adapts, Announces, Coded, Converts, Lifts, Observed, Ranked
+    from fedspan.method.protocol import About, ClientInfo, Down, Federation, Method, Round, Sent, Visit
+    from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.report.figures import plot
     from fedspan.simulation.result import Result
     from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import simulate
+    from fedspan.tree import Outer
 
-__all__ = ["FederatedData", "Result", "Settings", "Task", "__version__", "make", "plot", "simulate"]
+__all__ = [
+    "METHODS",
+    "About",
+    "Adapts",
+    "All",
+    "Announces",
+    "Averaging",
+    "Batch",
+    "Batches",
+    "ClientInfo",
+    "Coded",
+    "ConfigError",
+    "Converts",
+    "DataError",
+    "Divergence",
+    "Down",
+    "Epochs",
+    "FederatedData",
+    "Federation",
+    "FedspanError",
+    "Lifts",
+    "Method",
+    "Observed",
+    "Optimizer",
+    "Outer",
+    "Portion",
+    "PromiseError",
+    "Ranked",
+    "Result",
+    "Round",
+    "Schedule",
+    "Sent",
+    "ServerOptimizer",
+    "Settings",
+    "Sharing",
+    "Steps",
+    "Task",
+    "Training",
+    "Validation",
+    "Visit",
+    "__version__",
+    "adamw",
+    "allow_code",
+    "fields",
+    "gradient",
+    "gradient_and_value",
+    "hessian_product",
+    "make",
+    "mean_gradient",
+    "plot",
+    "register",
+    "sgd",
+    "simulate",
+    "testing",
+    "tree",
+]
 
-_WHERE = {
-    "FederatedData": "fedspan.data.federated",
-    "Result": "fedspan.simulation.result",
-    "Settings": "fedspan.simulation.settings",
-    "Task": "fedspan.learn.task",
-    "make": "fedspan.methods",
-    "plot": "fedspan.report.figures",
-    "simulate": "fedspan.simulation.simulator",
+_PLACES: dict[str, str] = {
+    "fedspan.data.federated": "FederatedData",
+    "fedspan.errors": "ConfigError DataError Divergence FedspanError PromiseError",
+    "fedspan.learn.batches": "All Batch Batches Epochs Portion Steps Validation",
+    "fedspan.learn.optimizer": "Optimizer Schedule",
+    "fedspan.learn.server_optimizer": "ServerOptimizer",
+    "fedspan.learn.sgd": "adamw gradient gradient_and_value hessian_product mean_gradient sgd",
+    "fedspan.learn.task": "Task",
+    "fedspan.method.bases": "Averaging Sharing Training",
+    "fedspan.method.capabilities": "Adapts Announces Coded Converts Lifts Observed Ranked",
+    "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
+    "fedspan.methods": "METHODS allow_code make register",
+    "fedspan.report.figures": "plot",
+    "fedspan.simulation.result": "Result",
+    "fedspan.simulation.settings": "Settings",
+    "fedspan.simulation.simulator": "simulate",
+    "fedspan.tree": "Outer",
+}
+_WHERE = {name: module for module, names in _PLACES.items() for name in names.split()}
+_MODULES = {
+    module.rpartition(".")[2]: module for module in ("fedspan.method.fields", "fedspan.testing", "fedspan.tree")
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `fedspan --help` need not load torch."""
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _WHERE:
         raise AttributeError(f"module 'fedspan' has no attribute '{name}'")
     return getattr(importlib.import_module(_WHERE[name]), name)

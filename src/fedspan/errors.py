@@ -32,6 +32,10 @@ class Refused(FedspanError):
     """An upload that does not keep to its method's declaration."""
 
 
+class PromiseError(FedspanError):
+    """A method breaks a promise that every method keeps: it changes its inputs, or returns something else."""
+
+
 def nearest(name: str, options: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or the allowed names when nothing is close."""
     options = sorted(options)

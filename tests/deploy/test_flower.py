@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from flower_grid import FIRST_NODE, FakeGrid, deployed, deployed_on, experiment_of, held_by
+from flower_grid import FIRST_NODE, LocalGrid, deployed, deployed_on, experiment_of, held_by
 from flwr.app import Error, Message
 
 from conftest import assert_same, failing, make_data, make_task
@@ -142,7 +142,7 @@ def test_over_selection_takes_the_first_answers(tmp_path: Path) -> None:
     assert line["sampled"] == 3 and line["answered"] >= 3 and not line["skipped"]
 
 
-def run_in_parts(method: Any, root: Path, stop_at: int, rounds: int, forget: bool) -> tuple[Server, FakeGrid]:
+def run_in_parts(method: Any, root: Path, stop_at: int, rounds: int, forget: bool) -> tuple[Server, LocalGrid]:
     """A run whose server dies after a round; with `forget` its last checkpoint is lost with it."""
     data, experiment = make_data(clients=3), experiment_of(method, make_task(), rounds)
     server, _ = deployed_on(experiment, data, root, out=root / "run")

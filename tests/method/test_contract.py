@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import fedspan.method
-from fedspan.method import Abilities, Method, Sharing, capabilities
+from fedspan.method import Abilities, Method, Newcomer, Sharing, capabilities
 from fedspan.methods import METHODS
 
 CORE = {

@@ -2,8 +2,8 @@
 
 The list is `fedspan.methods.equivalences.LINES`: what is equal, and where that is tested (float64, 1e-12, mapped and
 one client after another unless the test says otherwise). Lines without a place of their own are tested here. Equalities
-need the same weighting on both sides. What holds only under further conditions, and what does not hold, is in
-docs/equivalences.md.
+need the same weighting on both sides. What holds only under further conditions is in docs/reference/equivalences.md,
+what does not hold in docs/explanation/equivalences.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_every_method_has_a_line() -> None:
 
 
 def test_the_page_tells_of_every_line() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "equivalences.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "equivalences.md").read_text(encoding="utf-8")
     for line in LINES:
         if set(line.methods) <= METHODS.keys():
             assert f"| {line.words} |" in page, line.words

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from fedspan.errors import ConfigError
+from fedspan.method.named_code import only_allowing
 from fedspan.models import MODELS, build
 from fedspan.models.resnet import groups
 
@@ -244,17 +245,24 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layers(x)
 
-def fixed():
-    return nn.Linear(3, 2)
+class Fixed(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
 
-def words(classes):
-    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, classes))
+class Words(nn.Sequential):
+    def __init__(self, classes):
+        super().__init__(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, classes))
 
-def pair(classes, **rest):
-    return (classes, rest)
+class Other:
+    def __init__(self, classes, **rest):
+        pass
 
-def broken(classes):
-    raise RuntimeError("no weights here.\\nsecond line")
+def function(classes):
+    return nn.Linear(3, classes)
+
+class Broken(nn.Module):
+    def __init__(self, classes):
+        raise RuntimeError("no weights here.\\nsecond line")
 """
 
 
@@ -263,7 +271,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "fedspan_own_model.py").write_text(OWN)
     (tmp_path / "fedspan_bad_model.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    yield "fedspan_own_model"
+    with only_allowing(["fedspan_own_model", "fedspan_bad_model", "fedspan_no_such", "torch"], "add {package}"):
+        yield "fedspan_own_model"
     sys.modules.pop("fedspan_own_model", None)
 
 
@@ -271,8 +280,8 @@ def test_own_module(own: str) -> None:
     model = build(f"{own}:Net", (3,), 2, width=5)
     assert parameters(model) == 3 * 5 + 5 + 5 * 2 + 2
     assert [m.training for m in model.get_submodule("layers").children()] == [True, True, False, True]
-    assert isinstance(build(f"{own}:fixed", (3,), 2), nn.Linear)
-    assert build(f"{own}:words", (5,), 2)(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 2)
+    assert isinstance(build(f"{own}:Fixed", (3,), 2), nn.Linear)
+    assert build(f"{own}:Words", (5,), 2)(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 2)
     assert isinstance(build("torch.nn:Linear", (3,), 2, in_features=3, out_features=2), nn.Linear)
 
 
@@ -282,12 +291,18 @@ def test_own_module(own: str) -> None:
         (":Net", {}, "must be given as 'package.module:Class'. Got ':Net'."),
         ("fedspan_no_such:Net", {}, "cannot be imported (ModuleNotFoundError: No module named 'fedspan_no_such')"),
         ("fedspan_bad_model:Net", {}, "cannot be imported (ZeroDivisionError: division by zero)"),
-        ("fedspan_own_model:Nett", {}, "has no class or function 'Nett'. Did you mean 'Net'?"),
+        ("fedspan_own_model:Nett", {}, "has no class 'Nett'"),
         ("fedspan_own_model:Net", {"widht": 3}, "unknown option 'widht'. Did you mean 'width'?"),
-        ("fedspan_own_model:fixed", {"a": 3}, "unknown option 'a'. It has no options."),
-        ("fedspan_own_model:pair", {"a": 3}, "must give a torch.nn.Module. Got tuple."),
-        ("fedspan_own_model:broken", {}, "could not be built with {'classes': 5} (RuntimeError: no weights here)."),
-        ("fedspan_own_model:fixed", {}, "must turn one input of shape (3,) into (1, 5). Got (1, 2); change the class"),
+        ("fedspan_own_model:Fixed", {"a": 3}, "unknown option 'a'. It has no options."),
+        (
+            "fedspan_own_model:Other",
+            {},
+            "must be a subclass of torch.nn.Module. Got the class fedspan_own_model.Other.",
+        ),
+        ("fedspan_own_model:function", {}, "must be a subclass of torch.nn.Module. Got the function function."),
+        ("os:system", {"command": "true"}, "code of package 'os' must be allowed before it runs."),
+        ("fedspan_own_model:Broken", {}, "could not be built with {'classes': 5} (RuntimeError: no weights here)."),
+        ("fedspan_own_model:Fixed", {}, "must turn one input of shape (3,) into (1, 5). Got (1, 2); change the class"),
         ("torch.nn:Conv2d", {"in_channels": 1, "out_channels": 5, "kernel_size": 1}, "does not accept inputs of shape"),
         ("torch.nn:GRU", {"input_size": 3, "hidden_size": 5}, "into (1, 5). Got tuple; change the class"),
     ],

@@ -12,6 +12,7 @@ from fedspan import __version__
 from fedspan.cli.analyse import analyse
 from fedspan.cli.bytes import bytes_
 from fedspan.cli.capacity import capacity
+from fedspan.cli.code import with_code
 from fedspan.cli.compare import compare
 from fedspan.cli.console import fail, note
 from fedspan.cli.data import data, partition
@@ -21,6 +22,7 @@ from fedspan.cli.diagnose import diagnose
 from fedspan.cli.doctor import doctor
 from fedspan.cli.export import export
 from fedspan.cli.methods import methods
+from fedspan.cli.new import new
 from fedspan.cli.onboard import onboard
 from fedspan.cli.report import report
 from fedspan.cli.reproduce import reproduce
@@ -33,6 +35,8 @@ from fedspan.errors import FedspanError
 from fedspan.storage.malloc import keep_heap
 
 FAULT, STOPPED = 2, 130
+NAMES_NO_CODE = {"matching", "keys", "server", "status", "stop", "proxy", "predict", "export"}
+"""Commands of `analyse` and `deploy` that assemble nothing, or on a node, where its own settings decide."""
 
 
 class CommandGroup(TyperGroup):
@@ -59,27 +63,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Personalised federated learning with low-rank structure: simulate, compare, deploy.",
 )
-for command in (
-    demo,
-    diagnose,
-    run,
-    compare,
-    sweep,
-    reproduce,
-    report,
-    watch,
-    targets,
-    methods,
-    data,
-    partition,
-    doctor,
-):
+# Those that assemble an experiment can be told whose code it may name.
+for command in (demo, with_code(diagnose), with_code(run), with_code(compare), with_code(sweep), reproduce, report):
     app.command()(command)
-for another in (export, onboard, capacity, theory):
-    app.command()(another)
-app.command("bytes")(bytes_)
+for command in (watch, targets, methods, data, with_code(partition), doctor):
+    app.command()(command)
+for command in (with_code(export), with_code(onboard), with_code(capacity), theory):
+    app.command()(command)
+app.command("bytes")(with_code(bytes_))
+for entry in [*analyse.registered_commands, *deploy.registered_commands]:
+    if entry.callback is not None and entry.callback.__name__ not in NAMES_NO_CODE:
+        entry.callback = with_code(entry.callback)
 app.add_typer(analyse, name="analyse")
 app.add_typer(deploy, name="deploy")
+app.add_typer(new, name="new")
 
 
 def _version(wanted: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 from fedspan.cli.console import Picture, child, directory, listed, note, say, show, table, user_path
 from fedspan.cli.report import finished_runs
 from fedspan.cli.run import Fresh, Out, Quiet, say_dropped
+from fedspan.cli.sweep import folder
 from fedspan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,11 +82,18 @@ def plan(config: RunConfig, names: list[str], seeds: int, where: Path) -> list[t
     names = list(dict.fromkeys(names))
     for name in names:
         say_dropped(name, config.fields_of(name, names)[1])
+    called = labels(names)
     return [
-        (f"{name}-{seed}", config.resolve(name, names, seed), child(where, f"{name}-{seed}"))
+        (f"{called[name]}-{seed}", config.resolve(name, names, seed), child(where, f"{called[name]}-{seed}"))
         for seed in range(config.seed, config.seed + seeds)
         for name in names
     ]
+
+
+def labels(names: list[str]) -> dict[str, str]:
+    """What methods are called in a table and their directories: code by its class, if no other has that name."""
+    short = {name: name.rpartition(":")[2] for name in names}
+    return {name: cls if list(short.values()).count(cls) == 1 else folder(name) for name, cls in short.items()}
 
 
 def compare_runs(

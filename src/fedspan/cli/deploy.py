@@ -81,6 +81,7 @@ def _local(folder: Path, config: RunConfig, nodes: int, terms: Policy, cold: boo
     from fedspan.deploy.operations import processes
     from fedspan.deploy.operations.deployment import LOOPBACK, Deployment, start_node, watch_run
     from fedspan.deploy.operations.keys import make_keys
+    from fedspan.method.named_code import allowance
 
     data = assemble_data(config)  # before anything is started: what cannot be loaded is said at once
     names = [f"node-{i}" for i in range(nodes)]
@@ -93,7 +94,7 @@ def _local(folder: Path, config: RunConfig, nodes: int, terms: Policy, cold: boo
         if list(server.register()) != names:
             raise ConfigError(f"deploy local: {folder} has other nodes. Use --nodes {len(server.register())}.")
         for i, name in enumerate(names):
-            place: dict[str, Any] = {"partition": i}
+            place: dict[str, Any] = {"partition": i, "allow_code": sorted(allowance().packages)}
             place |= {"root": str(Path(config.data.root).resolve())} if config.data.root else {}
             start_node(folder / name, f"{LOOPBACK}:{server.port}", place, warm=not cold)
         say(f"{nodes} nodes started, {'without' if cold else 'each with'} a warm worker.")
@@ -153,6 +154,7 @@ def node(
     """Start a node: its own data, its own state, and a connection to the server."""
     _needs_flower()
     from fedspan.deploy.operations.deployment import start_node
+    from fedspan.method.named_code import allowance
 
     if sum(x is not None for x in (data, loader, partition)) != 1:
         raise ConfigError("deploy node: exactly one of --data, --loader and --partition must be given.")
@@ -160,6 +162,9 @@ def node(
         raise ConfigError(f"deploy node: --data must be a file. Got {data}.")
     place: dict[str, Any] = {"loader": loader, "partition": partition}
     place |= {"data": str(data.resolve()) if data else None, "root": str(root.resolve()) if root else None}
+    place["allow_code"] = sorted(allowance().packages)
+    if loader is not None:
+        allowance().need(loader.partition(":")[0].partition(".")[0], loader, "deploy node: --loader")
     start_node(folder, superlink, {k: v for k, v in place.items() if v is not None}, warm=not cold)
     say(f"{folder.name} is started. Its log: {folder / 'supernode.log'}.")
 

@@ -16,7 +16,8 @@ from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.learn.task import Task
 from fedspan.method import Method
 from fedspan.method.fields import build, flat, keys_of
-from fedspan.methods import METHODS, make
+from fedspan.method.named_code import is_spec
+from fedspan.methods import METHODS, find_method, make
 from fedspan.models.build import is_language
 from fedspan.randomness import torch_seed
 from fedspan.simulation.devices import Devices, assign
@@ -34,8 +35,11 @@ class RunConfig:
     """A whole experiment. `method` holds `name` and fields; `methods` holds fields for single methods."""
 
     name: str
+    """What the run is called, and its directory; without it the name of the file."""
     seed: int = 0
+    """What every random draw of the run is keyed by."""
     rounds: int = 100
+    """Rounds of training."""
     data: DataConfig = field(default_factory=DataConfig)
     partition: PartitionConfig = field(default_factory=lambda: PartitionConfig(clients=10))
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -75,11 +79,9 @@ class RunConfig:
 
     def fields_of(self, name: str, compared: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
         """The fields of one method, and the keys of `[method]` that it lacks but another compared method has."""
-        if name not in METHODS:
-            raise ConfigError(f"Method: unknown method '{str(name)[:60]}'.{nearest(str(name)[:60], METHODS)}")
-        others = {*compared, self.method["name"], *self.methods} & METHODS.keys()
-        elsewhere = {key for other in others for key in keys_of(METHODS[other])}
-        own = keys_of(METHODS[name])
+        own = keys_of(find_method(name))
+        others = {*compared, self.method["name"], *self.methods}
+        elsewhere = {key for other in others for key in keys_of(find_method(other))}
         shared = {k: v for k, v in self.method.items() if k != "name"}
         dropped = [k for k in shared if k not in own and k in elsewhere]
         return {k: v for k, v in shared.items() if k not in dropped} | self.methods.get(name, {}), dropped
@@ -166,7 +168,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     for key, table in values["methods"].items():
         if not isinstance(table, dict):
             raise ConfigError(f"Config: methods.{key[:60]} must be a section. Got {short(table)}.")
-        if key not in METHODS:
+        if key not in METHODS and not is_spec(key):
             raise ConfigError(f"Config: methods.{key[:60]} is no method.{nearest(key[:60], METHODS)}")
     values["method"] = {"name": "fedavg", **values["method"]}
     if not isinstance(values["method"]["name"], str):

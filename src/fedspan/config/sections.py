@@ -12,6 +12,7 @@ from fedspan.data import PARTITIONS, check_partition
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.errors import ConfigError, nearest
 from fedspan.models import MODELS, build
+from fedspan.models.build import is_own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +20,19 @@ class DataConfig:
     """`[data]`: where the examples come from; see `fedspan.data.load`."""
 
     source: str = "digits"
+    """A name of `fedspan data`, a path, or a data set of the hub."""
     root: str | None = None
+    """Where data lie; without it `$FEDSPAN_DATA`."""
     size: int | None = None
+    """Side that pictures are brought to, in pixels; without it they stay as they are."""
     limit: int | None = None
+    """The most examples to keep, drawn by the seed; without it all."""
     classes: int | None = None
+    """Number of classes, where labels alone do not say it."""
     columns: dict[str, str] = field(default_factory=dict)
-    max_length: int | None = None  # of language models: tokens of a record
+    """Names of a table's or a record's columns, by what they hold."""
+    max_length: int | None = None
+    """The most tokens of a record, for language models."""
 
     def __post_init__(self) -> None:
         for name in ("size", "limit", "classes", "max_length"):
@@ -40,10 +48,16 @@ class PartitionConfig:
     """`[partition]`: who holds what; `options` are the further keys of the section, complete after checking."""
 
     kind: str = "iid"
+    """How examples are divided over the clients."""
     clients: int | None = None
+    """Number of clients; kinds that know their clients need none."""
     split: str = "client"
+    """Where the test part comes from: `client` each client's own examples, `global` the source's own test file for
+    all, `common` a share of all examples for all."""
     validation: float = 0.0
+    """Share of each client's examples set aside for choosing hyper-parameters."""
     test: float = 0.25
+    """Share of each client's examples it is tested on; with split `common`, of all examples."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,9 +81,13 @@ class ModelConfig:
     """
 
     kind: str = "mlp"
+    """A name of the models, or `package.module:Class`."""
     kinds: tuple[str, ...] = ()
+    """Several kinds that clients take in turn, for methods that allow it."""
     head: str | None = None
+    """What the names of the head's parameters begin with; without it the last layer."""
     zero_head: bool = False
+    """Whether the head starts from zero."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,7 +97,7 @@ class ModelConfig:
         if self.kinds:
             object.__setattr__(self, "kind", self.kinds[0])
         kinds = self.kinds or (self.kind,)
-        named = [kind for kind in kinds if ":" not in kind]
+        named = [kind for kind in kinds if not is_own(kind)]
         known: dict[str, Any] = {}
         for kind in named:
             known |= self._known(kind)
@@ -102,7 +120,7 @@ class ModelConfig:
     def module(self, shape: tuple[int, ...], classes: int, kind: str | None = None) -> nn.Module:
         """Build the model (of several the one of that kind); its weights come from torch's generator."""
         kind, options = kind or self.kind, self.options
-        if self.kinds and ":" not in kind:
+        if self.kinds and not is_own(kind):
             options = {k: v for k, v in options.items() if k in self._known(kind)}
         return build(kind, shape, classes, **options)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.batches import Amount
 from fedspan.learn.task import Task
+from fedspan.method.promises import check_down
 from fedspan.method.protocol import Capacity, Down, Federation, Method, Sent, Visit, Weight
 from fedspan.tree import Tree
 from fedspan.wire import Codec
@@ -206,7 +207,9 @@ class Abilities:
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int, use: bool = False) -> Down:
         """What clients receive to train, or (`use`) to predict with."""
         found = self.adapts.download_for_use(server, ids, capacity, round) if use else None
-        return self.method.download(server, ids, capacity, round) if found is None else found
+        down = self.method.download(server, ids, capacity, round) if found is None else found
+        check_down(self.method, down, len(ids))
+        return down
 
     def capacity(self, task: Task, client: int, level: int = 0) -> Capacity:
         """What tells a client's shapes from others': its kind of model, or what the method says it can afford.

@@ -1,175 +1,85 @@
-"""The registry: one line per method."""
+"""The built-in methods: one line per method, imported when it is asked for.
+
+`METHODS["fedavg"]` and `from fedspan.methods import FedAvg` import that one module.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-from fedspan.errors import ConfigError, nearest
-from fedspan.method import Method
-from fedspan.method.fields import build
-from fedspan.methods.amht_lrs import AmhtLrs
-from fedspan.methods.apfl import Apfl
-from fedspan.methods.cfl import Cfl
-from fedspan.methods.ditto import Ditto
-from fedspan.methods.factorized_fl import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal
-from fedspan.methods.fedala import FedAla
-from fedspan.methods.fedalt import FedAlt, FedSim
-from fedspan.methods.fedara import FedAra, FedAraStar
-from fedspan.methods.fedas import FedAs
-from fedspan.methods.fedavg import FedAvg, FedProx
-from fedspan.methods.fedbabu import FedBabu
-from fedspan.methods.fedcollab import FedCollab
-from fedspan.methods.fedfomo import FedFomo
-from fedspan.methods.fedhm import FedDLR, FedHM, FedLMT
-from fedspan.methods.fedkd import FedKd
-from fedspan.methods.fedloru import FedLoRA, FedLoRU, MFedLoRU, PFedLoRU
-from fedspan.methods.fedpara import FedPara, PFedPara
-from fedspan.methods.fedper import FedPer, LgFedAvg
-from fedspan.methods.fedproto import FedProto, FedTgp
-from fedspan.methods.fedrep import FedRep
-from fedspan.methods.flute import Flute
-from fedspan.methods.ifca import Ifca
-from fedspan.methods.local import Local
-from fedspan.methods.lr_bpfl import LrBpfl
-from fedspan.methods.oracle import Oracle
-from fedspan.methods.per_fedavg import PerFedAvg
-from fedspan.methods.pfedes import PFedAfm, PFedEs
-from fedspan.methods.pfedfda import PFedFda
-from fedspan.methods.pfedlora import PFedLoRA, PFedLoRAJoint
-from fedspan.methods.pfedme import L2gd, PFedMe
-from fedspan.methods.pfedsim import PFedSim
-from fedspan.methods.pfl_mf import PflMf, PflMfJoint, PflMfPaper
-from fedspan.methods.prism import PriSM
-from fedspan.methods.waffle import Waffle
+from fedspan.method.named_code import allow_code
+from fedspan.method.registry import METHODS, find_method, make, name_of, register
 
-METHODS: dict[str, type[Method]] = {
-    "local": Local,
-    "fedavg": FedAvg,
-    "fedprox": FedProx,
-    "fedper": FedPer,
-    "fedrep": FedRep,
-    "fedbabu": FedBabu,
-    "lg-fedavg": LgFedAvg,
-    "ditto": Ditto,
-    "oracle": Oracle,
-    "cfl": Cfl,
-    "ifca": Ifca,
-    "fedcollab": FedCollab,
-    "per-fedavg": PerFedAvg,
-    "fedfomo": FedFomo,
-    "apfl": Apfl,
-    "fedalt": FedAlt,
-    "fedsim": FedSim,
-    "pfedsim": PFedSim,
-    "fedproto": FedProto,
-    "fedtgp": FedTgp,
-    "fedala": FedAla,
-    "pfedme": PFedMe,
-    "l2gd": L2gd,
-    "flute": Flute,
-    "fedas": FedAs,
-    "pfedfda": PFedFda,
-    "fedkd": FedKd,
-    "pfedes": PFedEs,
-    "pfedafm": PFedAfm,
-    "pfl-mf": PflMf,
-    "pfl-mf-paper": PflMfPaper,
-    "pfl-mf-joint": PflMfJoint,
-    "amht-lrs": AmhtLrs,
-    "lr-bpfl": LrBpfl,
-    "waffle": Waffle,
-    "factorized-fl-alpha": FactorizedFL,
-    "factorized-fl-beta": FactorizedFLBeta,
-    "factorized-fedavg": FactorizedFedAvg,
-    "factorized-local": FactorizedLocal,
-    "fedpara": FedPara,
-    "pfedpara": PFedPara,
-    "fedloru": FedLoRU,
-    "fedlora": FedLoRA,
-    "pfedloru": PFedLoRU,
-    "mfedloru": MFedLoRU,
-    "pfedlora1": PFedLoRA,
-    "pfedlora2": PFedLoRAJoint,
-    "fedhm": FedHM,
-    "fedlmt": FedLMT,
-    "feddlr": FedDLR,
-    "prism": PriSM,
-    "fedara": FedAra,
-    "fedara-star": FedAraStar,
+BUILT_IN: dict[str, str] = {
+    "local": "fedspan.methods.local:Local",
+    "fedavg": "fedspan.methods.fedavg:FedAvg",
+    "fedprox": "fedspan.methods.fedavg:FedProx",
+    "fedper": "fedspan.methods.fedper:FedPer",
+    "fedrep": "fedspan.methods.fedrep:FedRep",
+    "fedbabu": "fedspan.methods.fedbabu:FedBabu",
+    "lg-fedavg": "fedspan.methods.fedper:LgFedAvg",
+    "ditto": "fedspan.methods.ditto:Ditto",
+    "oracle": "fedspan.methods.oracle:Oracle",
+    "cfl": "fedspan.methods.cfl:Cfl",
+    "ifca": "fedspan.methods.ifca:Ifca",
+    "fedcollab": "fedspan.methods.fedcollab:FedCollab",
+    "per-fedavg": "fedspan.methods.per_fedavg:PerFedAvg",
+    "fedfomo": "fedspan.methods.fedfomo:FedFomo",
+    "apfl": "fedspan.methods.apfl:Apfl",
+    "fedalt": "fedspan.methods.fedalt:FedAlt",
+    "fedsim": "fedspan.methods.fedalt:FedSim",
+    "pfedsim": "fedspan.methods.pfedsim:PFedSim",
+    "fedproto": "fedspan.methods.fedproto:FedProto",
+    "fedtgp": "fedspan.methods.fedproto:FedTgp",
+    "fedala": "fedspan.methods.fedala:FedAla",
+    "pfedme": "fedspan.methods.pfedme:PFedMe",
+    "l2gd": "fedspan.methods.pfedme:L2gd",
+    "flute": "fedspan.methods.flute:Flute",
+    "fedas": "fedspan.methods.fedas:FedAs",
+    "pfedfda": "fedspan.methods.pfedfda:PFedFda",
+    "fedkd": "fedspan.methods.fedkd:FedKd",
+    "pfedes": "fedspan.methods.pfedes:PFedEs",
+    "pfedafm": "fedspan.methods.pfedes:PFedAfm",
+    "pfl-mf": "fedspan.methods.pfl_mf:PflMf",
+    "pfl-mf-paper": "fedspan.methods.pfl_mf:PflMfPaper",
+    "pfl-mf-joint": "fedspan.methods.pfl_mf:PflMfJoint",
+    "amht-lrs": "fedspan.methods.amht_lrs:AmhtLrs",
+    "lr-bpfl": "fedspan.methods.lr_bpfl:LrBpfl",
+    "waffle": "fedspan.methods.waffle:Waffle",
+    "factorized-fl-alpha": "fedspan.methods.factorized_fl:FactorizedFL",
+    "factorized-fl-beta": "fedspan.methods.factorized_fl:FactorizedFLBeta",
+    "factorized-fedavg": "fedspan.methods.factorized_fl:FactorizedFedAvg",
+    "factorized-local": "fedspan.methods.factorized_fl:FactorizedLocal",
+    "fedpara": "fedspan.methods.fedpara:FedPara",
+    "pfedpara": "fedspan.methods.fedpara:PFedPara",
+    "fedloru": "fedspan.methods.fedloru:FedLoRU",
+    "fedlora": "fedspan.methods.fedloru:FedLoRA",
+    "pfedloru": "fedspan.methods.fedloru:PFedLoRU",
+    "mfedloru": "fedspan.methods.fedloru:MFedLoRU",
+    "pfedlora1": "fedspan.methods.pfedlora:PFedLoRA",
+    "pfedlora2": "fedspan.methods.pfedlora:PFedLoRAJoint",
+    "fedhm": "fedspan.methods.fedhm:FedHM",
+    "fedlmt": "fedspan.methods.fedhm:FedLMT",
+    "feddlr": "fedspan.methods.fedhm:FedDLR",
+    "prism": "fedspan.methods.prism:PriSM",
+    "fedara": "fedspan.methods.fedara:FedAra",
+    "fedara-star": "fedspan.methods.fedara:FedAraStar",
 }
+METHODS.add_table(BUILT_IN, group="fedspan.methods")
+
+_MODULES = {place.partition(":")[2]: place.partition(":")[0] for place in BUILT_IN.values()}
 
 
-def make(name: str, **fields: Any) -> Method:
-    """The method of that name with these fields.
-
-    Raises:
-        ConfigError: for an unknown name or field, or a value that does not fit.
-    """
-    if name not in METHODS:
-        raise ConfigError(f"Method: unknown method '{name}'.{nearest(name, METHODS)}")
-    return build(METHODS[name], fields, f"Method {name}")
+def __getattr__(name: str) -> Any:
+    """Import a built-in method's class by its name."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fedspan.methods' has no attribute '{name}'")
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
-def name_of(method: Method) -> str:
-    """The registered name, or the class name of a method that is not registered."""
-    return next((k for k, c in METHODS.items() if type(method) is c), type(method).__name__)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
 
 
-__all__ = [
-    "METHODS",
-    "AmhtLrs",
-    "Apfl",
-    "Cfl",
-    "Ditto",
-    "FactorizedFL",
-    "FactorizedFLBeta",
-    "FactorizedFedAvg",
-    "FactorizedLocal",
-    "FedAla",
-    "FedAlt",
-    "FedAra",
-    "FedAraStar",
-    "FedAs",
-    "FedAvg",
-    "FedBabu",
-    "FedCollab",
-    "FedDLR",
-    "FedFomo",
-    "FedHM",
-    "FedKd",
-    "FedLMT",
-    "FedLoRA",
-    "FedLoRU",
-    "FedPara",
-    "FedPer",
-    "FedProto",
-    "FedProx",
-    "FedRep",
-    "FedSim",
-    "FedTgp",
-    "Flute",
-    "Ifca",
-    "L2gd",
-    "LgFedAvg",
-    "Local",
-    "LrBpfl",
-    "MFedLoRU",
-    "Oracle",
-    "PFedAfm",
-    "PFedEs",
-    "PFedFda",
-    "PFedLoRA",
-    "PFedLoRAJoint",
-    "PFedLoRU",
-    "PFedMe",
-    "PFedPara",
-    "PFedSim",
-    "PerFedAvg",
-    "PflMf",
-    "PflMfJoint",
-    "PflMfPaper",
-    "PriSM",
-    "Waffle",
-    "make",
-    "name_of",
-]
+__all__ = ["BUILT_IN", "METHODS", "allow_code", "find_method", "make", "name_of", "register"]

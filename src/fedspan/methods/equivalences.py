@@ -11,6 +11,8 @@ class Line(NamedTuple):
     methods: tuple[str, ...]
     words: str
     test: str
+    condition: str = ""
+    """What must hold besides."""
 
 
 LINES: tuple[Line, ...] = (
@@ -26,7 +28,12 @@ LINES: tuple[Line, ...] = (
         "LG-FedAvg(X shared) = FedPer(X shared)",
         "test_limits::test_lg_fedavg_and_fedper_with_the_same_layers_are_one_method",
     ),
-    Line(("fedsim",), "FedSim(server step 1) = FedPer", "test_baselines::test_fedsim_with_a_plain_server_is_fedper"),
+    Line(
+        ("fedsim",),
+        "FedSim(server step 1) = FedPer",
+        "test_baselines::test_fedsim_with_a_plain_server_is_fedper",
+        condition="up to rounding: u − (u − mean) is the mean",
+    ),
     Line(("fedalt",), "FedAlt(head personal) = FedRep", "test_baselines::test_fedalt_is_fedrep_with_the_same_epochs"),
     Line(
         ("fedrep", "fedbabu"),
@@ -38,6 +45,7 @@ LINES: tuple[Line, ...] = (
         ("apfl",),
         "APFL(alpha = 0): predictor = FedAvg",
         "test_baselines::test_apfl_all_global_is_fedavg_and_leaves_v_alone",
+        condition="not adaptive",
     ),
     Line(("ditto",), "Ditto(lam = 0) = Local", "test_limits::test_ditto_without_its_term_is_local_at_every_round"),
     Line(
@@ -50,6 +58,7 @@ LINES: tuple[Line, ...] = (
         ("fedfomo",),
         "FedFOMO(M = 0) = Local on what is not held out",
         "test_baselines::test_fedfomo_without_models_is_local_on_what_is_not_held_out",
+        condition="FedFOMO holds out a part for its losses: Local must not see it either",
     ),
     Line(
         ("fedproto", "fedtgp"),
@@ -61,11 +70,13 @@ LINES: tuple[Line, ...] = (
         ("per-fedavg",),
         "Per-FedAvg(alpha = 0) = FedAvg(uniform)",
         "test_baselines::test_per_fedavg_without_inner_step_is_fedavg",
+        condition="on the minibatches D'; D and D'' then play no part",
     ),
     Line(
         ("pfedpara", "fedlmt"),
         "pFedPara(W2 = 0 frozen) = FedLMT",
         "test_equivalences::test_pfedpara_without_its_second_matrix_is_fedlmt",
+        condition="linear layers, one start, decay of U and V; convolutions differ",
     ),
     Line(
         ("fedloru", "fedlora"),
@@ -76,6 +87,8 @@ LINES: tuple[Line, ...] = (
         ("fedloru",),
         "FedLoRU(A = I frozen) = FedAvg(eta alpha^2)",
         "test_fedloru::test_with_a_frozen_identity_it_is_fedavg",
+        condition="rank as large as the smaller side; momentum and decay only where no bias is trained beside it or"
+        " alpha = 1",
     ),
     Line(
         ("pfedloru",),
@@ -101,6 +114,7 @@ LINES: tuple[Line, ...] = (
         ("factorized-fl-beta", "factorized-fedavg"),
         "Factorized-FL beta(eps = 0, all matched, equal n) = Factorized-FedAvg",
         "test_factorized_fl::test_beta_with_all_matched_is_factorized_fedavg",
+        condition="all clients in every round: matching averages the last uploads of all",
     ),
     Line(
         ("fedara",),
@@ -111,6 +125,7 @@ LINES: tuple[Line, ...] = (
         ("fedara",),
         "FedARA(lam = 0, head shared, uniform) = FedHM",
         "test_fedara::test_with_shared_heads_and_without_anchors_it_is_fedhm",
+        condition="the same ranks and decay",
     ),
     Line(
         ("fedara-star", "fedara"),
@@ -126,6 +141,7 @@ LINES: tuple[Line, ...] = (
         ("pfedafm",),
         "pFedAFM(lr_alpha = 0) = Local",
         "test_equivalences::test_models_that_do_not_look_at_the_common_part_are_local",
+        condition="α starts at 1",
     ),
     Line(
         ("fedas",),
@@ -136,6 +152,7 @@ LINES: tuple[Line, ...] = (
         ("fedkd",),
         "FedKD(all energy, no teaching): mentee = FedAvg(uniform)",
         "test_feature_methods::test_fedkd_without_teaching_is_fedavg_beside_local",
+        condition="gradients below the clip",
     ),
     Line(
         ("pfl-mf-paper",),
@@ -151,11 +168,12 @@ LINES: tuple[Line, ...] = (
         ("pfl-mf-paper",),
         "pFL-MF(one step on U) = its literal form",
         "test_equivalences::test_one_literal_step_on_u_is_the_gradient_step",
+        condition="one full-batch step; with more steps the literal form is K steps on U with v fixed, not K on theta",
     ),
     Line(
         (),
         "simulator = one client after another, for every method",
-        "test_all_methods::test_vmap_chunks_loop_and_two_workers_agree",
+        "test_all_methods::test_every_method_keeps_its_promises",
     ),
     Line(
         ("ifca",),
@@ -166,11 +184,13 @@ LINES: tuple[Line, ...] = (
         ("ifca",),
         "IFCA(models of the groups) = Oracle",
         "test_clusters::test_ifca_at_the_models_of_the_groups_is_the_oracle",
+        condition="as long as every client's own group fits it best",
     ),
     Line(
         ("fedcollab",),
         "FedCollab(one coalition) = FedAvg",
         "test_clusters::test_fedcollab_with_one_coalition_is_fedavg_once_it_is_settled",
+        condition="from the round after the distances are known; minibatches are those of that round",
     ),
     Line(
         ("lr-bpfl",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.errors import ConfigError, nearest
+from fedspan.method.named_code import brief, installed, is_spec, load_installed, named_class, need_subclass
 from fedspan.models import causal, checks, cnn, resnet, simple
+
+GROUP = "fedspan.models"
+"""The entry points by which an installed package brings models."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +74,21 @@ def build(kind: str, input_shape: tuple[int, ...], classes: int, **options: Any)
     Weights come from torch's global generator, so `torch.manual_seed` before the call decides them.
 
     Args:
-        kind: a name in `MODELS`, or "package.module:Class" for your own (a class or a function that returns a module;
-            it gets the options, and `input_shape` and `classes` if it has parameters of these names).
+        kind: a name in `MODELS` or of an installed package, or "package.module:Class" for your own subclass of
+            `nn.Module` in a package that is allowed (`fedspan.allow_code`); it gets the options, and `input_shape` and
+            `classes` if it has parameters of these names.
         input_shape: one example without the batch dimension; images as (channels, height, width).
         classes: number of outputs.
 
     Raises:
-        ConfigError: unknown model or option, or the model does not fit the inputs.
+        ConfigError: unknown model or option, code that is not allowed, or the model does not fit the inputs.
     """
     who = f"model '{kind}'"
     input_shape = checks.integers(who, "input_shape", input_shape)
     if not input_shape:
         raise ConfigError(f"{who}: input_shape must not be empty. Got (); use data of shape [examples, 1].")
     classes = checks.integer(who, "classes", classes)
-    if ":" in kind:
+    if is_own(kind):
         model = _own(kind, input_shape, classes, options)
     else:
         if kind not in MODELS:
@@ -104,42 +108,33 @@ def _known_options(who: str, options: Mapping[str, Any], known: Mapping[str, Any
             raise ConfigError(f"{who}: unknown option '{name}'." + (nearest(name, known) or " It has no options."))
 
 
-def _own(spec: str, input_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Module:
-    """Import and call the class or function that `spec` names."""
-    who = f"model '{spec}'"
-    path, _, name = spec.partition(":")
-    if not name.isidentifier() or not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"model: your own model must be given as 'package.module:Class'. Got {spec!r}.")
-    try:
-        module = importlib.import_module(path)
-    except Exception as error:
-        raise ConfigError(
-            f"{who}: {path} cannot be imported ({_brief(error)}); install it or put its folder on PYTHONPATH."
-        ) from error
-    if not callable(make := getattr(module, name, None)):
-        names = [n for n, value in vars(module).items() if inspect.isclass(value) and issubclass(value, nn.Module)]
-        raise ConfigError(f"{who}: {path} has no class or function '{name}'." + nearest(name, names))
-    try:
-        parameters = inspect.signature(make).parameters
-    except ValueError as error:
-        raise ConfigError(f"{who}: '{name}' has no readable signature; wrap it in a Python function.") from error
+def is_own(kind: str) -> bool:
+    """Whether a kind is somebody's own: code that is named, or what an installed package offers."""
+    return is_spec(kind) or (kind not in MODELS and kind in installed(GROUP))
+
+
+def _own(kind: str, input_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Module:
+    """Build a model of somebody's own class."""
+    who = f"model '{kind}'"
+    if is_spec(kind):
+        make = named_class(kind, nn.Module, "torch.nn.Module", who)
+    else:
+        make = need_subclass(load_installed(GROUP, kind, who), nn.Module, "torch.nn.Module", who)
+    parameters = inspect.signature(make).parameters
     given = {"input_shape": input_shape, "classes": classes}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         _known_options(who, options, {p: None for p in parameters if p not in given})
     # A catch-all **kwargs does not count: it is often handed to a base class that knows neither name.
     arguments = {k: v for k, v in given.items() if k in parameters} | options
     try:
-        model = make(**arguments)
+        return make(**arguments)
     except Exception as error:
-        raise ConfigError(f"{who}: could not be built with {arguments} ({_brief(error)}).") from error
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{who}: must give a torch.nn.Module. Got {type(model).__name__}.")
-    return model
+        raise ConfigError(f"{who}: could not be built with {arguments} ({brief(error)}).") from error
 
 
 def _try(kind: str, model: nn.Module, input_shape: tuple[int, ...], classes: int) -> None:
     """Run the model on one example of zeros; it must give [1, classes]. Modes and statistics stay as they are."""
-    own = ":" in kind
+    own = is_own(kind)
     remedy = "change the class or the data so that they agree" if own else "use other options, or model 'mlp'"
     like = next(model.parameters(), torch.empty(0))
     # An embedding looks up whole numbers; every other layer computes with the type of its weights.
@@ -152,7 +147,7 @@ def _try(kind: str, model: nn.Module, input_shape: tuple[int, ...], classes: int
             output = model(example)
     except Exception as error:
         raise ConfigError(
-            f"model '{kind}': does not accept inputs of shape {input_shape} ({_brief(error)}); {remedy}."
+            f"model '{kind}': does not accept inputs of shape {input_shape} ({brief(error)}); {remedy}."
         ) from error
     finally:
         for module, training in modes:
@@ -165,10 +160,3 @@ def _try(kind: str, model: nn.Module, input_shape: tuple[int, ...], classes: int
         raise ConfigError(
             f"model '{kind}': must turn one input of shape {input_shape} into {wanted}. Got {got}; {remedy}."
         )
-
-
-def _brief(error: Exception) -> str:
-    """The first line of an error, short enough to stand inside a sentence."""
-    lines = str(error).strip().splitlines() or [""]
-    line = lines[0].rstrip(".")
-    return f"{type(error).__name__}: {line[:157] + '...' if len(line) > 160 else line}".rstrip(": ")

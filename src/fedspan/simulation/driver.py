@@ -12,6 +12,7 @@ from fedspan.data.federated import Index
 from fedspan.errors import Divergence
 from fedspan.learn.aggregate import Mean, weighted_sum
 from fedspan.method import Abilities, Capacity, Method, Round, Sent
+from fedspan.method.promises import Unchanged, check_server
 from fedspan.tree import Tree
 
 
@@ -45,18 +46,19 @@ def advance(
     if sum(weights.values()) == 0.0:
         return None
     ids = sorted(weights)
-    return method.server_update(
-        server,
-        Round(
-            round=t,
-            ids=torch.tensor(ids),
-            n=torch.from_numpy(sizes[ids]).to(dtype),
-            weights=torch.tensor([weights[i] for i in ids], dtype=dtype),
-            mean=mean.result(),
-            each=tree.stack([each[i] for i in ids]),
-            missing=torch.tensor([i for i in asked if i not in weights], dtype=torch.int64),
-        ),
+    told = Round(
+        round=t,
+        ids=torch.tensor(ids),
+        n=torch.from_numpy(sizes[ids]).to(dtype),
+        weights=torch.tensor([weights[i] for i in ids], dtype=dtype),
+        mean=mean.result(),
+        each=tree.stack([each[i] for i in ids]),
+        missing=torch.tensor([i for i in asked if i not in weights], dtype=torch.int64),
     )
+    given = Unchanged(server=server, mean=told.mean, each=told.each)
+    new = check_server(method, server, method.server_update(server, told), t)
+    given.check(method, "server_update", t)
+    return new
 
 
 def watch(able: Abilities, t: int, server: Tree, *, before: float, start: float, who: str, advice: str) -> float:

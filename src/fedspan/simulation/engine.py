@@ -16,6 +16,7 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Amount, Batches, Index, draw, pad, rows_of
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
+from fedspan.method.promises import SameShapes, Unchanged, check_answer, need_tensors
 from fedspan.randomness import key
 from fedspan.tree import Tree
 
@@ -54,6 +55,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._models: dict[Capacity, Task] = {}
+        self._shapes = SameShapes()
         self.able = Abilities(self.method)
         self.dtype = next(iter(self.task.init().values())).dtype
 
@@ -66,7 +68,9 @@ class Engine:
     def begin(self, capacity: Capacity, client: int) -> Tree:
         """A client's private state before its first round."""
         who = ClientInfo(client, capacity, key(self.seed, "client", client), self.seed)
-        return self.method.init_client(self.model(capacity), who)
+        made = self.method.init_client(self.model(capacity), who)
+        need_tensors(self.method, "init_client", made)
+        return made
 
     def update(
         self,
@@ -87,13 +91,23 @@ class Engine:
         codecs = {} if raw else self.able.coded.codecs(round)
 
         def one(client: Tree, mine: Tree, visit: Visit, _: object) -> tuple[Tree, Sent, dict[str, Tensor]]:
-            client, sent = self.method.client_update(task, client, {**shared, **mine}, visit)
+            client, sent = self._promised(task, client, {**shared, **mine}, visit, round)
             mean, sizes = wire.roundtrip(sent.mean, codecs)
             each, more = wire.roundtrip(sent.each, codecs)
             return client, Sent(sent.weight, mean, each), sizes | more
 
+        given = Unchanged(client=rows, down={**shared, **own}, common=common)
         new, sent, coded = self._each(one, capacity, round, ids, rows, own, common, self.method.plan(), None)
+        given.check(self.method, "client_update", round)
         return Answer(new, sent, coded)
+
+    def _promised(self, task: Task, client: Tree, down: Tree, visit: Visit, round: int) -> tuple[Tree, Sent]:
+        """`client_update`, and a look at whether it kept its promises."""
+        given = Unchanged(client=client, down=down, common=visit.common)
+        kept, sent = check_answer(self.method, client, self.method.client_update(task, client, down, visit), round)
+        given.check(self.method, "client_update", round)
+        self._shapes.check(self.method, visit.capacity, (down, visit.common), sent, round)
+        return kept, sent
 
     def evaluate(
         self,
@@ -124,6 +138,7 @@ class Engine:
                 down = self.able.adapts.trained(down, sent, capacity)
                 visit = replace(visit, batches={k: b for k, b in visit.batches.items() if not k.startswith(TRAINING)})
             weights = self.method.personal(task, client, down, visit)
+            need_tensors(self.method, "personal", weights)
             total: dict[str, Tensor] = {"n": torch.zeros((), dtype=self.dtype)}
             with torch.no_grad():
                 for batch in held:

@@ -19,6 +19,7 @@ from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.method import Capacity, Federation
 from fedspan.method.fields import flat as flat_keys
+from fedspan.method.promises import need_tensors
 from fedspan.methods import name_of
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.settings import Settings
@@ -110,7 +111,9 @@ class Record:
         self.stores = {c: self._store(engine, c) for c in kinds} if clients else {}
         if loaded is None:
             first = engine.model(kinds[0])
-            self.server: Tree = tree.contiguous(engine.method.init_server(first, self.federation))
+            made = engine.method.init_server(first, self.federation)
+            need_tensors(engine.method, "init_server", made)
+            self.server: Tree = tree.contiguous(made)
             self.common: Tree = tree.contiguous(engine.able.announces.common(first, self.federation))
             norm = engine.able.observed.size(self.server)
             self.progress = Progress(start_norm=norm, last_norm=norm)

@@ -87,22 +87,26 @@ def read_npz(path: Path, limit: int) -> dict[str, Array]:
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         # RuntimeError and NotImplementedError: encrypted entries and unknown compression.
         raise DataError(f"{path.name}: must be an npz file as numpy.savez writes it. Got: {short(error)}.") from None
-    for name in ("x", "y"):
-        if name not in arrays:
-            raise DataError(f"{path.name}: an npz needs the arrays x and y. Got {', '.join(sorted(arrays)) or 'none'}.")
-    if ("x_test" in arrays) != ("y_test" in arrays):
-        raise DataError(f"{path.name}: x_test and y_test must come together. Got only one of them.")
-    for name in ("x", "x_test"):
-        if name in arrays and arrays[name].dtype.kind not in "biuf":
-            raise DataError(f"{path.name}: {name} must hold numbers. Got type {arrays[name].dtype}.")
+    _check(path.name, arrays)
     return arrays
 
 
-def _part(path: Path, arrays: dict[str, Array], test: bool, client: str | None) -> FilePart:
+def _check(where: str, arrays: dict[str, Array]) -> None:
+    for name in ("x", "y"):
+        if name not in arrays:
+            raise DataError(f"{where}: an npz needs the arrays x and y. Got {', '.join(sorted(arrays)) or 'none'}.")
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise DataError(f"{where}: x_test and y_test must come together. Got only one of them.")
+    for name in ("x", "x_test"):
+        if name in arrays and arrays[name].dtype.kind not in "biuf":
+            raise DataError(f"{where}: {name} must hold numbers. Got type {arrays[name].dtype}.")
+
+
+def _part(where: str, arrays: dict[str, Array], test: bool, client: str | None) -> FilePart:
     end = "_test" if test else ""
     x, y = as_images(arrays["x" + end]), arrays["y" + end]
     return FilePart(
-        where=f"{path.name} ({'test' if test else 'train'})",
+        where=f"{where} ({'test' if test else 'train'})",
         x=x,
         y=y,
         client=np.full(len(x), client) if client is not None else arrays.get("client" + end),
@@ -113,9 +117,25 @@ def _part(path: Path, arrays: dict[str, Array], test: bool, client: str | None) 
 
 def npz_parts(path: Path, limit: int, client: str | None = None) -> tuple[FilePart, FilePart | None]:
     """Train part and, if the file has one, test part of an npz; `client` names the owner of all its examples."""
-    arrays = read_npz(path, limit)
-    train = _part(path, arrays, False, client)
-    return train, _part(path, arrays, True, client) if "x_test" in arrays else None
+    return _parts(path.name, read_npz(path, limit), client)
+
+
+def array_parts(where: str, arrays: dict[str, Array]) -> tuple[FilePart, FilePart | None]:
+    """Train part and, if there is one, test part of arrays that are named as those of an npz.
+
+    Raises:
+        DataError: for unknown names, or arrays that cannot be examples.
+    """
+    for name in arrays:
+        if name not in ARRAYS:
+            raise DataError(f"{where}: unknown array '{name[:60]}'.{nearest(name[:60], ARRAYS)}")
+    _check(where, arrays)
+    return _parts(where, arrays, None)
+
+
+def _parts(where: str, arrays: dict[str, Array], client: str | None) -> tuple[FilePart, FilePart | None]:
+    train = _part(where, arrays, False, client)
+    return train, _part(where, arrays, True, client) if "x_test" in arrays else None
 
 
 def folder_parts(folder: Path, limit: int) -> tuple[list[FilePart], list[FilePart]]:

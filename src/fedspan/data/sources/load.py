@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from fedspan.data.formats import arrays as files
 from fedspan.data.formats import imagenet, leaf, matlab
@@ -13,10 +16,13 @@ from fedspan.data.formats.part import FilePart, join
 from fedspan.data.sources.assemble import Source, assemble
 from fedspan.data.sources.catalog import KNOWN, SOURCES, Known
 from fedspan.errors import ConfigError, DataError, inside, nearest
+from fedspan.method.named_code import brief, describe_object, installed, load_installed
 
 __all__ = ["MAX_BYTES", "SOURCES", "Source", "load"]
 
 MAX_BYTES = 4 * 2**30
+GROUP = "fedspan.data"
+"""The entry points by which an installed package brings sources."""
 
 
 def load(
@@ -30,7 +36,8 @@ def load(
     columns: Mapping[str, str] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Source:
-    """Load a source of `SOURCES`: a known name, a path (.npz, .parquet, a folder), or a hub id `OWNER/NAME`.
+    """Load a source of `SOURCES`: a known name, one of an installed package, a path (.npz, .parquet, a folder), or a
+    hub id `OWNER/NAME`.
 
     Args:
         root: the folder that holds the known data sets; without it $FEDSPAN_DATA, then the Hugging Face cache.
@@ -55,9 +62,30 @@ def load(
         train, test = _digits(), None
     elif known is not None:
         train, test = _known(source, known, root, max_bytes)
+    elif source in installed(GROUP):
+        train, test = _installed(source, None if root is None else Path(root).expanduser())
     else:
         train, test = _own(source, root, columns or {}, max_bytes)
     return assemble(source, train, test, known, size=size, limit=limit, seed=seed, classes=classes)
+
+
+def _installed(name: str, root: Path | None) -> tuple[FilePart, FilePart | None]:
+    """Train and test part of a source that an installed package offers.
+
+    Its entry point is a function of `root` that returns the arrays of an .npz file: x, y, and perhaps x_test, y_test,
+    client, client_test, domain, domain_test.
+    """
+    who = f"Data {name}"
+    read = load_installed(GROUP, name, who)
+    if not inspect.isfunction(read):
+        raise ConfigError(f"{who}: its entry point must be a function. Got {describe_object(read)}.")
+    try:
+        made = read(root)
+    except Exception as error:
+        raise DataError(f"{who}: its package could not load it ({brief(error)}).") from error
+    if not isinstance(made, Mapping):
+        raise DataError(f"{who}: its function must return a dict of arrays. Got {describe_object(made)}.")
+    return files.array_parts(who, {str(k): np.asarray(v) for k, v in made.items()})
 
 
 def _digits() -> FilePart:
@@ -149,4 +177,4 @@ def _own(
         first, second = tables.hub(source)
         held = None if second is None else tables.table_part(second, limit, None, columns)
         return tables.table_part(first, limit, None, columns), held
-    raise ConfigError(f"Data: unknown source '{source[:60]}'.{nearest(source[:60], SOURCES)}")
+    raise ConfigError(f"Data: unknown source '{source[:60]}'.{nearest(source[:60], [*SOURCES, *installed(GROUP)])}")

@@ -18,6 +18,7 @@ from fedspan.data.sources.assemble import assemble
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.data.sources.load import MAX_BYTES
 from fedspan.deploy.experiment import DataKind, Experiment, read_config, read_experiment
+from fedspan.deploy.node.service import owners_code
 from fedspan.errors import ConfigError, DataError
 from fedspan.learn.task import Task
 from fedspan.method import Abilities
@@ -83,4 +84,5 @@ def _load(folder: Path) -> tuple[Experiment, Any, Tree, dict[str, Any]]:
     about: dict[str, Any] = json.loads(words["about"])
     text = about.pop("text")
     about["kind"]["shape"] = tuple(about["kind"]["shape"])
-    return read_experiment(text, DataKind(**about["kind"])), read_config(text), weights, about
+    with owners_code(folder):
+        return read_experiment(text, DataKind(**about["kind"])), read_config(text), weights, about

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fedspan.deploy.envelope import Facts
 from fedspan.deploy.experiment import kind_of, read_config, read_experiment
 from fedspan.deploy.node.node import Node
 from fedspan.errors import ConfigError
+from fedspan.method.named_code import named_function, only_allowing
 
 SETTINGS = "node.json"
 
@@ -27,7 +28,8 @@ class Service:
 
     `node.json` holds one of `data` (an .npz file with x, y and perhaps x_test, y_test), `loader`
     ("package.module:function", called with the configuration, which returns the same arrays) or `partition` (a number:
-    that client of the experiment's own partition, for trying things out), and perhaps `root`, where sources lie.
+    that client of the experiment's own partition, for trying things out), and perhaps `root`, where sources lie, and
+    `allow_code`: the top-level packages whose code the server's experiment or `loader` may name. Without it none may.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,8 +43,9 @@ class Service:
     def node(self, experiment: str) -> Node:
         """The node of an experiment; the last one is kept."""
         if self._node is None or self._node[0] != experiment:
-            data, place = self._data(read_config(experiment))
-            made = Node(read_experiment(experiment, data), data, place, self.folder / "state")
+            with owners_code(self.folder):
+                data, place = self._data(read_config(experiment))
+                made = Node(read_experiment(experiment, data), data, place, self.folder / "state")
             self._node = experiment, made
         return self._node[1]
 
@@ -64,7 +67,7 @@ class Service:
             parts = [*parts, source.x[end:], source.y[end:]] if len(source.test_rows) else parts
             return _one(config, parts, classes), 0
         if "loader" in where:
-            return _one(config, _loader(where["loader"])(config), config.data.classes), 0
+            return _one(config, named_function(str(where["loader"]), "Node: loader")(config), config.data.classes), 0
         raise ConfigError(f"Node: {self.folder / SETTINGS} must hold data, loader or partition.")
 
 
@@ -84,15 +87,17 @@ def _one(config: RunConfig, parts: Sequence[Any], classes: int | None) -> Federa
     )
 
 
-def _loader(name: str) -> Callable[[RunConfig], Sequence[Any]]:
-    module, colon, function = str(name).partition(":")
-    try:
-        if not colon:
-            raise ImportError("there is no colon")
-        found: Callable[[RunConfig], Sequence[Any]] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"Node: loader must be 'package.module:function'. Got {str(name)[:80]!r}: {e}.") from None
-    return found
+def owners_code(folder: Path) -> AbstractContextManager[None]:
+    """Allow the code that a node's owner allowed in its settings, and no other: a server's text names none by itself.
+
+    Raises:
+        ConfigError: if the settings cannot be read, or `allow_code` is no list of packages.
+    """
+    allowed = read_settings(folder).get("allow_code", [])
+    if not isinstance(allowed, list):
+        raise ConfigError(f"Node: allow_code of {SETTINGS} must be a list of packages. Got {str(allowed)[:60]!r}.")
+    remedy = f"its owner can allow it with deploy node --allow-code {{package}}, or allow_code in {SETTINGS}"
+    return only_allowing(allowed, remedy, f"Node: allow_code of {SETTINGS}")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from fedspan.deploy.operations import prefork, processes
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.server import Roster
 from fedspan.errors import ConfigError, FedspanError, safe_name
+from fedspan.method.named_code import allowance
 from fedspan.storage.atomic import write_whole
 
 LOOPBACK = "127.0.0.1"
@@ -35,6 +36,8 @@ class Order:
     out: Path
     fresh: bool
     groups: list[int] | None
+    allow_code: tuple[str, ...] = ()
+    """Packages that the experiment may name code of, as whoever ordered it said."""
 
 
 class Deployment:
@@ -129,6 +132,7 @@ class Deployment:
         out, text = self.out(config.name), to_toml(config)
         out.mkdir(parents=True, exist_ok=True)
         order = {"experiment": text, "kind": asdict(kind), "terms": asdict(terms), "fresh": fresh, "groups": groups}
+        order["allow_code"] = sorted(allowance().packages)
         (out / "started").unlink(missing_ok=True)
         self._write(f"runs/{out.name}/order.json", order)
         self._write(f"runs/{out.name}/config.toml", text)
@@ -151,7 +155,8 @@ class Deployment:
         out = self.out(name)
         values = json.loads((out / "order.json").read_text())
         kind = DataKind(tuple(values["kind"]["shape"]), values["kind"]["classes"], values["kind"]["dtype"])
-        return Order(values["experiment"], kind, Policy(**values["terms"]), out, values["fresh"], values["groups"])
+        terms, code = Policy(**values["terms"]), tuple(values.get("allow_code", ()))
+        return Order(values["experiment"], kind, terms, out, values["fresh"], values["groups"], code)
 
     def flower_status(self, number: int) -> str:
         """What Flower says of a run, as status:sub-status."""

@@ -22,6 +22,7 @@ def main(grid: Grid, context: Context) -> None:
     from fedspan.deploy.experiment import read_experiment
     from fedspan.deploy.operations.deployment import Deployment
     from fedspan.deploy.server.server import Server
+    from fedspan.method.named_code import only_allowing
 
     if FOLDER not in os.environ:
         raise ConfigError(f"Server: {FOLDER} must name the folder. Start the SuperLink with fedspan deploy server.")
@@ -32,8 +33,10 @@ def main(grid: Grid, context: Context) -> None:
         with open(order.out / "server.log", "a") as log:  # what a ServerApp prints goes to nobody
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
+    with only_allowing(order.allow_code, "order the run with --allow-code {package}"):
+        experiment = read_experiment(order.experiment, order.kind)
     server = Server(
-        read_experiment(order.experiment, order.kind),
+        experiment,
         order.kind,
         grid,
         deployment.roster(order.groups),

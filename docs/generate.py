@@ -1,0 +1,509 @@
+"""Write the reference pages and the README's table of methods from the code: `python docs/generate.py`, or `make docs`.
+
+With `--check` nothing is written; it names the pages that differ from what would be written and ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import enum
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+START, END = "<!-- methods: written by `make docs` -->", "<!-- end of methods -->"
+WRITTEN = "<!-- Written by `make docs` from the code; edit the docstrings and sentences there. -->"
+
+# ------------------------------------------------------------------------------------------------ words and tables
+
+
+def cell(text: object) -> str:
+    """A text that cannot end a cell of a Markdown table."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """A Markdown table."""
+    titles = list(titles)
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    return lines + ["| " + " | ".join(cell(c) for c in row) + " |" for row in rows]
+
+
+def shown(value: object) -> str:
+    """A default as an experiment file would write it; nothing where there is none."""
+    if value is dataclasses.MISSING:
+        return "required"
+    if value is None or value in ({}, ()):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if isinstance(value, tuple | list):
+        return f"`[{', '.join(shown(v).strip('`') for v in value)}]`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+
+
+def keys(cls: type, without: Iterable[str] = ()) -> list[str]:
+    """The keys of a dataclass: name, default, what is allowed, its sentence."""
+    from fedspan.method.fields import keys_of
+
+    left_out = set(without)
+    rows = [
+        (f"`{k.name}`", shown(k.default), permitted(k.hint), k.sentence)
+        for k in keys_of(cls).values()
+        if k.name not in left_out
+    ]
+    return table(("key", "default", "allowed", "what it does"), rows)
+
+
+def permitted(hint: Any) -> str:
+    """What an annotation allows, with its limits."""
+    from fedspan.method.fields import allowed
+
+    words = allowed(hint, 0.0).replace("a finite number", "a number")  # limits are told to who gives a number
+    words = re.sub(r"'([^']*)'", r"`\1`", words).removeprefix("one of ")
+    return f"{words}, or not set" if type(None) in typing.get_args(hint) else words.replace("dict", "a table")
+
+
+def prose(doc: str | None) -> list[str]:
+    """A docstring as Markdown: its examples as code, its Args and Raises as lists."""
+    lines, code, listed = [], False, False
+    for line in inspect.cleandoc(doc or "").splitlines():
+        if line.startswith((">>>", "...")) and not code:
+            lines += ["```pycon"]
+            code = True
+        elif code and not line.strip():
+            lines += ["```"]
+            code = False
+        section = re.fullmatch(r"(Args|Raises|Returns|Yields):", line)
+        if section:
+            lines += [f"**{section[1]}**", ""]
+            listed = True
+            continue
+        item = re.match(r"    (\w[\w, *]*): (.*)", line) if listed else None
+        if item:
+            line = f"* `{item[1]}`: {item[2]}"
+        elif listed and line.startswith("        "):
+            line = "  " + line.strip()
+        elif listed and line.startswith("    "):
+            line = line.strip()
+        elif listed and line and not line.startswith(" "):
+            listed = False
+        lines.append(line)
+    return lines + (["```"] if code else [])
+
+
+def page(title: str, *parts: Iterable[str]) -> str:
+    """A whole page."""
+    lines = [WRITTEN, "", f"# {title}", ""]
+    for part in parts:
+        lines += [*part, ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in lines)).rstrip() + "\n"
+
+
+# ------------------------------------------------------------------------------------------------ methods
+
+
+def families() -> list[tuple[str, dict[str, str]]]:
+    """The families in their order, each with its methods and a line about each.
+
+    Raises:
+        SystemExit: if a registered method has no line, or a line no method.
+    """
+    read = tomllib.loads((DOCS / "families.toml").read_text(encoding="utf-8"))["family"]
+    named = [name for family in read for name in family["methods"]]
+    registered = built_in()
+    wrong = [n for n in named if n not in registered or named.count(n) > 1]
+    missing = [n for n in registered if n not in named]
+    if wrong or missing:
+        sys.exit(f"docs/families.toml: give every method one line. Missing: {missing}; unknown or twice: {wrong}.")
+    return [(family["title"], family["methods"]) for family in read]
+
+
+def built_in() -> dict[str, type]:
+    """The methods that come with fedspan, by name; those of other installed packages are left out."""
+    from fedspan.methods import METHODS
+
+    classes = {name: METHODS[name] for name in METHODS}
+    return {name: cls for name, cls in classes.items() if cls.__module__.startswith("fedspan.methods.")}
+
+
+def reference(cls: Any) -> str:
+    """The paper of a method."""
+    return str(cls.about.reference)
+
+
+def readme_methods() -> list[str]:
+    """The README's table: all methods by family."""
+    classes, lines = built_in(), [START]
+    for title, methods in families():
+        rows = [(f"[`{n}`](docs/reference/methods.md#{n})", reference(classes[n]), says) for n, says in methods.items()]
+        lines += [f"**{title}**", "", *table(("method", "paper", "what is shared, and what stays at home"), rows), ""]
+    return [*lines[:-1], END]
+
+
+def readme() -> str:
+    """The README with its table of methods put between the markers."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if text.count(START) != 1 or text.count(END) != 1:
+        sys.exit(f"README.md: the lines '{START}' and '{END}' must stand in it once each.")
+    before, _, rest = text.partition(START)
+    return before + "\n".join(readme_methods()) + rest.partition(END)[2]
+
+
+def methods_page() -> str:
+    """Every method: what it keeps and sends, measured; its fields with their sentences; limiting cases; tables."""
+    from fedspan.cli.probe import facts, published, traffic
+    from fedspan.methods.equivalences import of
+
+    classes = built_in()
+    about = {name: facts(name) for name in classes}
+    intro = """\
+        What each method keeps and sends was measured by running one round of it. Bytes are those of one client in its
+        first round, down and up, with default fields and a perceptron of 64-32-10 (2,410 parameters; FedAvg: 9,640 each
+        way). *Up as mean* is what the server needs only the weighted mean of, *up each* what it must see client by
+        client; *secure sum* says whether uploads could be added up without being seen. Limiting cases are tested to
+        1e-12, see [equivalences](equivalences.md); published tables are those that `fedspan reproduce` runs the method
+        in, beside the printed figures.
+
+        Names of parts are the papers' symbols, explained in each method's own text below."""
+    titles = ("method", "kept", "down", "up as mean", "up each", "secure sum", "bytes down / up")
+    parts: list[list[str]] = [textwrap.dedent(intro).splitlines()]
+    for title, methods in families():
+        rows = []
+        for name in methods:
+            f, (down, up) = about[name], traffic(name)
+            symbols = (", ".join(f[k]) for k in ("private", "shared", "sent_mean", "sent_each"))
+            rows.append((f"[`{name}`](#{name})", *symbols, f["secure_aggregation"], f"{down:,} / {up:,}"))
+        parts.append([f"**{title}**", "", *table(titles, rows)])
+    for title, methods in families():
+        parts.append([f"## {title}"])
+        for name, says in methods.items():
+            f, cases = about[name], "; ".join(line.words for line in of(name))
+            facts_of = [
+                ("paper", reference(classes[name])),
+                ("in one line", says),
+                ("source", f"`{f['file']}`"),
+                ("equations cited", ", ".join(f["equations"])),
+                ("limiting cases tested", cases),
+                ("published tables", ", ".join(f"`{t}`" for t in published(name))),
+            ]
+            parts.append(
+                [f"### {name}", "", *prose(classes[name].__doc__), "", *table(("", ""), [r for r in facts_of if r[1]])]
+                + ["", *keys(classes[name])]
+            )
+    return page("Methods", *parts)
+
+
+def equivalences_page() -> str:
+    """Which method turns into which, and the test that shows it."""
+    from fedspan.methods.equivalences import LINES
+
+    intro = """\
+        Two methods that differ in one switch must be one method where the switch is neutral. Every line is a test, in
+        double precision, to 1e-12; both sides have the same weighting, start, minibatches and number of steps. The list
+        itself is `fedspan.methods.equivalences`, and a test sees to it that each line has its test.
+        [What does not hold](../explanation/equivalences.md) is told elsewhere."""
+    rows = []
+    for line in LINES:
+        file, test = line.test.split("::")
+        rows.append((line.words, line.condition, f"`{file}.py`: {test.removeprefix('test_').replace('_', ' ')}"))
+    titles = ("what is equal", "under which further conditions", "where")
+    return page("Equivalences", textwrap.dedent(intro).splitlines(), table(titles, rows))
+
+
+# ------------------------------------------------------------------------------------------------ experiment files
+
+
+def configuration_page() -> str:
+    """Every section of an experiment file."""
+    from fedspan.config import RunConfig
+    from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig
+    from fedspan.deploy.policy import Policy
+    from fedspan.simulation.devices import Devices
+    from fedspan.simulation.settings import Settings
+
+    intro = """\
+        An experiment is a TOML file; every value can be replaced on the command line by `section.key=value`. A key that
+        is not known is refused, with the nearest one that is. Whatever a run was given is written out whole as
+        `config.toml` in its directory."""
+    tables = ("data", "partition", "model", "method", "methods", "train", "devices")
+    method = """\
+        `name` is one of [the methods](methods.md), or `package.module:Class` for
+        [one of your own](../tutorials/add_a_method.md), which needs `--allow-code PACKAGE`; the other keys are the
+        fields of that method. In a comparison `[methods.NAME]` holds what only one method gets, and keys of `[method]`
+        that a method lacks but another has are left out for it."""
+    sections: list[tuple[str, str, list[str]]] = [
+        ("At the top", "", keys(RunConfig, without=tables)),
+        ("[data]", "The sources are listed in [Data](data.md).", keys(DataConfig)),
+        ("[partition]", "Kinds and their options are listed in [Data](data.md).", keys(PartitionConfig, ["options"])),
+        ("[model]", "Kinds and their options are listed in [Models](models.md).", keys(ModelConfig, ["options"])),
+        ("[method] and [methods.NAME]", textwrap.dedent(method), []),
+        ("[train]", "", keys(Settings)),
+        ("[devices]", "", keys(Devices)),
+        ("The policy of a deployment", "Options of `fedspan deploy run`, not keys of the file.", keys(Policy)),
+    ]
+    classes = {"[train]": Settings, "[devices]": Devices}
+    parts = [textwrap.dedent(intro).splitlines()]
+    for title, text, rows in sections:
+        about = prose(classes[title].__doc__) if title in classes else text.splitlines()
+        parts.append([f"## {title}", "", *about, "", *rows])
+    return page("Configuration", *parts)
+
+
+def data_page() -> str:
+    """Sources of data, and kinds of partition."""
+    from fedspan.data import PARTITIONS, SOURCES
+    from fedspan.data.sources.catalog import KNOWN
+
+    intro = """\
+        `data.source` is one of these. Named data sets are looked for under `data.root`, or `$FEDSPAN_DATA`, in a folder
+        of their name, and asked of the Hugging Face hub if the `datasets` library is installed; `fedspan data` says
+        what is found on this machine."""
+    sources = table(("source", "what it is"), [(f"`{name}`", about) for name, about in SOURCES.items()])
+    rows = [
+        (f"`{name}`", "×".join(map(str, k.shape)), len(k.class_names), f"`{k.hub}`", f"{k.mean} / {k.std}")
+        for name, k in KNOWN.items()
+    ]
+    known = table(("data set", "shape", "classes", "on the hub", "mean / deviation of pixels in 0..1"), rows)
+    kinds = [
+        (f"`{name}`", kind.description, ", ".join(f"`{o}` = {shown(v) or 'not set'}" for o, v in kind.options.items()))
+        for name, kind in PARTITIONS.items()
+    ]
+    parts = table(("kind", "who holds what", "options and their defaults"), kinds)
+    more = "Keys that all kinds have are listed under [`[partition]`](configuration.md#partition)."
+    return page(
+        "Data",
+        ["## Sources", "", *textwrap.dedent(intro).splitlines(), "", *sources],
+        ["## Data sets known by name", "", *known],
+        ["## Partitions", "", more, "", *parts],
+    )
+
+
+def models_page() -> str:
+    """The models by name, with their options."""
+    from fedspan.models import MODELS
+
+    intro = """\
+        `model.kind` is one of these, or `package.module:Class` for a module of your own, which needs `--allow-code
+        PACKAGE`; options stand beside it in `[model]`. From Python any `torch.nn.Module` will do."""
+    rows = [
+        (f"`{name}`", entry.about, ", ".join(f"`{o}` = {shown(v) or 'not set'}" for o, v in entry.options.items()))
+        for name, entry in MODELS.items()
+    ]
+    titles = ("kind", "what it is", "options and their defaults")
+    return page("Models", textwrap.dedent(intro).splitlines(), table(titles, rows))
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+
+def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """A command and all below it, with what is typed to reach each."""
+    if hasattr(command, "commands"):
+        for name, inner in command.commands.items():
+            yield from commands(inner, f"{path} {name}")
+    else:
+        yield path, command
+
+
+def usage(path: str, command: Any) -> str:
+    """The line that shows how a command is called."""
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    words = [p.metavar or (p.name.upper() if p.required else f"[{p.name.upper()}]") for p in arguments]
+    options = ["[OPTIONS]"] if len(command.params) > len(arguments) else []
+    return " ".join([path, *words, *options])
+
+
+def option(p: Any) -> str:
+    """An option with what it takes."""
+    names = ", ".join([*p.opts, *p.secondary_opts])
+    if getattr(p, "is_flag", False):
+        return f"`{names}`"
+    takes = "|".join(getattr(p.type, "choices", ())) or p.type.name.removesuffix(" range").upper()
+    return f"`{names} {p.metavar or takes}`"
+
+
+def command_page() -> str:
+    """Every command with its arguments and options."""
+    import typer
+
+    from fedspan.cli.app import app
+
+    intro = """\
+        `fedspan COMMAND --help` says the same. Every command ends with 0, or with 2 after one line that begins with
+        `Error:` and says what to change, or with 130 when it was stopped by hand. `FEDSPAN_DEBUG=1` shows the
+        traceback."""
+    parts = [textwrap.dedent(intro).splitlines()]
+    for path, command in commands(typer.main.get_command(app), "fedspan"):
+        rows = []
+        for p in command.params:
+            if getattr(p, "hidden", False) or p.name == "help":
+                continue
+            argument = p.param_type_name == "argument"
+            plain = isinstance(p.default, str | int | float | enum.Enum) and p.default not in (False, "")
+            default = p.default if plain else None
+            rows.append((f"`{p.metavar or p.name.upper()}`" if argument else option(p), p.help or "", shown(default)))
+        width = 3 if any(default for *_, default in rows) else 2
+        options = table(("", "what it does", "default")[:width], [r[:width] for r in rows]) if rows else []
+        parts.append([f"## {path}", "", "```", usage(path, command), "```", "", *prose(command.help), "", *options])
+    return page("Command line", *parts)
+
+
+# ------------------------------------------------------------------------------------------------ Python
+
+
+class Verbatim(str):
+    """An annotation that is shown as it stands in the source, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def signature(name: str, thing: Any) -> list[str]:
+    """How a function or a class is called, if it can be said."""
+    try:
+        found = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return []
+    bare = lambda a: Verbatim(a) if isinstance(a, str) else a
+    parameters = [p.replace(annotation=bare(p.annotation)) for p in found.parameters.values()]
+    found = found.replace(parameters=parameters, return_annotation=bare(found.return_annotation))
+    words = re.sub(r" at 0x[0-9a-f]+", "", str(found))
+    lines = textwrap.wrap(f"{name}{words}", 110, subsequent_indent="    ", break_long_words=False)
+    return ["```python", *lines, "```", ""]
+
+
+def members(cls: type) -> list[tuple[str, str]]:
+    """The public functions of a class's own body, each with the first line of its docstring."""
+    found = []
+    for name, member in vars(cls).items():
+        inner = getattr(member, "__func__", member)
+        inner = inner.fget if isinstance(member, property) else inner
+        if not name.startswith("_") and (inspect.isfunction(inner) or isinstance(member, property)):
+            first = (inspect.getdoc(inner) or "").split("\n\n")[0]
+            arguments = "" if isinstance(member, property) else _arguments(inner, of_class=True)
+            found.append((f"`{name}{arguments}`", first))
+    return found
+
+
+def _arguments(function: Any, of_class: bool = False) -> str:
+    parameters = list(inspect.signature(function).parameters.values())
+    if of_class and parameters and parameters[0].name in ("self", "cls"):
+        del parameters[0]
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"({', '.join(stars.get(p.kind, '') + p.name for p in parameters)})"
+
+
+def public(name: str, thing: Any) -> list[str]:
+    """One public name."""
+    lines = [f"## {name}", ""]
+    if inspect.ismodule(thing):
+        functions = [
+            (f"`{n}{_arguments(f)}`", (inspect.getdoc(f) or "").split("\n\n")[0])
+            for n, f in vars(thing).items()
+            if inspect.isfunction(f) and f.__module__ == thing.__name__ and not n.startswith("_")
+        ]
+        return [*lines, *prose(thing.__doc__), "", *table(("function", "what it does"), functions)]
+    if inspect.isclass(thing):
+        lines += [] if dataclasses.is_dataclass(thing) or "__init__" not in vars(thing) else signature(name, thing)
+        lines += [*prose(thing.__doc__), ""]
+        if dataclasses.is_dataclass(thing) and any(f.init for f in dataclasses.fields(thing)):
+            lines += [*fields_of(thing), ""]
+        if issubclass(thing, tuple) and hasattr(thing, "_fields"):
+            lines += [*parts_of(thing), ""]
+        rows = members(thing)
+        return lines + (table(("member", "what it does"), rows) if rows else [])
+    if callable(thing):
+        return [*lines, *signature(f"fedspan.{name}", thing), *prose(thing.__doc__)]
+    return [*lines, *prose(type(thing).__doc__)]
+
+
+def parts_of(cls: Any) -> list[str]:
+    """The parts of a named tuple, each with the string under it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    rows = []
+    for node, after in itertools.zip_longest(body.body, body.body[1:]):
+        if isinstance(node, ast.AnnAssign):
+            said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+            rows.append((f"`{ast.unparse(node.target)}`", f"`{ast.unparse(node.annotation)}`", said or ""))
+    return table(("part", "type", "what it is"), rows)
+
+
+def fields_of(cls: type) -> list[str]:
+    """The fields of a dataclass of the public surface."""
+    from fedspan.method.fields import sentences
+
+    said = sentences(cls)
+    rows = []
+    for f in dataclasses.fields(cls):
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        plain = default if isinstance(default, str | int | float | tuple | types.NoneType) else dataclasses.MISSING
+        kind = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
+        value = "" if plain is dataclasses.MISSING and default is not dataclasses.MISSING else shown(plain)
+        rows.append((f"`{f.name}`", f"`{kind}`", value, said.get(f.name, "")))
+    return table(("field", "type", "default", "what it is"), rows)
+
+
+def python_page() -> str:
+    """The public names of the package: `fedspan.__all__`."""
+    import fedspan
+
+    intro = """\
+        These names, and the keys and files of [what is stable](../explanation/stability.md), are what other code may
+        rely on; everything else may change. All can be imported from `fedspan` itself, and nothing is loaded before it
+        is used: `import fedspan` does not import torch."""
+    names = [n for n in sorted(fedspan.__all__, key=lambda n: (n.startswith("_"), n.lower())) if n != "__version__"]
+    parts = [public(name, getattr(fedspan, name)) for name in names]
+    return page("Python", textwrap.dedent(intro).splitlines(), *parts)
+
+
+# ------------------------------------------------------------------------------------------------ all of them
+
+
+def pages() -> Mapping[Path, str]:
+    """Every file that is written, with its text."""
+    return {
+        ROOT / "README.md": readme(),
+        DOCS / "reference" / "configuration.md": configuration_page(),
+        DOCS / "reference" / "methods.md": methods_page(),
+        DOCS / "reference" / "data.md": data_page(),
+        DOCS / "reference" / "models.md": models_page(),
+        DOCS / "reference" / "command-line.md": command_page(),
+        DOCS / "reference" / "python.md": python_page(),
+        DOCS / "reference" / "equivalences.md": equivalences_page(),
+    }
+
+
+def main() -> None:
+    """Write the pages, or name those that are not current."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not current")
+    check = parser.parse_args().check
+    stale = {p: t for p, t in pages().items() if not p.exists() or p.read_text(encoding="utf-8") != t}
+    for path, text in stale.items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {'not current' if check else 'written'}")
+    if check and stale:
+        sys.exit("Run `make docs`.")
+
+
+if __name__ == "__main__":
+    main()
