@@ -6,7 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 WORKLOADS ?= all
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench docs gallery clean
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help install demo quick test full check format bench docs gallery clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -28,13 +30,21 @@ install: $(VENV)/.dev ## make the environment in .venv, with everything for deve
 demo: $(VENV)/.user ## compare seven methods on bundled data (under a minute) and write a report
 	$(BIN)/fedspan demo
 
-test: $(VENV)/.dev ## run the tests (under five minutes on two cores)
-	$(BIN)/python -m pytest
+quick: $(VENV)/.dev ## run what one wants while writing (under 30 seconds)
+	$(PYTEST) -m "not slow and not long"
 
-check: $(VENV)/.dev ## lint, formatting and types
+test: $(VENV)/.dev ## run the tests (under four minutes on two cores)
+	$(PYTEST) -m "not long"
+
+full: $(VENV)/.dev ## run what takes long: faults, fuzzing, real federations, the wheel (under 30 minutes)
+	$(PYTEST) -m long
+	$(BIN)/python tests/tools/wheel_demo.py
+
+check: $(VENV)/.dev ## lint, formatting, types and the layering of the source
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/mypy
+	$(PYTEST) -n0 tests/test_house.py
 
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format src tests bench

@@ -13,7 +13,7 @@ import torch
 
 from fedspan.data.federated import FederatedData
 from fedspan.learn.task import Task
-from fedspan.methods import FedAra
+from fedspan.methods import make
 from fedspan.models import build
 from fedspan.simulation.devices import Peak
 from fedspan.simulation.dry_run import try_round
@@ -37,7 +37,7 @@ def main() -> None:
         task = Task(lambda kind=kind: build(kind, (3, 32, 32), 10), seed=0)
         dense: tuple[float, float] | None = None
         for ratio, every in ((1.0, 1), (0.5, 1), (0.25, 1), (0.1, 1), (0.5, 10), (0.25, 10), (0.1, 10)):
-            method = FedAra(ratio=ratio, layers=layers, lam=10.0, lr=0.005, decay_every=every, warmup=1)
+            method = make("fedara", ratio=ratio, layers=layers, lam=10.0, lr=0.005, decay_every=every, warmup=1)
             times = []
             for _ in range(given.repeats):
                 clock = _Timer()

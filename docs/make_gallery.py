@@ -16,9 +16,10 @@ from PIL import Image
 
 from fedspan.report import figures as drawn
 from fedspan.report import load_runs, save, write_page
+from fedspan.report.charts import figure_of
 from fedspan.report.paired import differences_figure
+from fedspan.report.registered import panels_of, seen_of
 from fedspan.report.runs import load_run
-from fedspan.report.subspace_panel import coordinates, embedding_figure, spectrum_figure, structure
 
 HERE = Path(__file__).parent
 LIMIT = 150_000  # bytes of a picture
@@ -72,10 +73,10 @@ def main() -> None:
     drawn.clients(runs, chosen.out / "clients.png")
     drawn.bytes_bars(runs, chosen.out / "bytes.png")
     save(lambda: differences_figure(runs), chosen.out / "differences.png")
-    of = coordinates(load_run(chosen.runs / "pfl-mf-0"))
-    found = structure(of)
-    save(lambda: embedding_figure(of, found), chosen.out / "coordinates.png")
-    save(lambda: spectrum_figure(found), chosen.out / "singular-values.png")
+    run = load_run(chosen.runs / "pfl-mf-0")
+    shown = {d.name: d for p in panels_of(run) for d in p.look(seen_of(run, run.method)).drawings}
+    save(lambda: figure_of(shown["embedding"]), chosen.out / "coordinates.png")
+    save(lambda: figure_of(shown["singular_values"]), chosen.out / "singular-values.png")
     for path in chosen.out.glob("*.png"):
         if not path.name.startswith("page-"):
             small(path)

@@ -22,6 +22,7 @@ from fedspan.layers import plain_weights
 from fedspan.learn.task import Task
 from fedspan.method import Method
 from fedspan.method.fields import build
+from fedspan.methods import METHODS
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params, Tree
@@ -36,6 +37,11 @@ TOLERANCE = 1e-12
 def method_of(cls: type[M], **keys: Any) -> M:
     """A method of this class with these keys, as an experiment file writes them (`momentum`, `server_lr`, `cycle`)."""
     return build(cls, keys, cls.__name__)
+
+
+def register_while(patch: pytest.MonkeyPatch, name: str, cls: type[Method]) -> None:
+    """Register a method of one's own as long as a patch lasts."""
+    patch.setitem(getattr(METHODS, "_classes", METHODS), name, cls)
 
 
 def call(*arguments: str, code: int = 0) -> Any:

@@ -52,6 +52,7 @@ from fedspan.methods import (
     FedRep,
     FedSim,
     L2gd,
+    LgFedAvg,
     Local,
     PerFedAvg,
     PFedMe,
@@ -485,6 +486,15 @@ def test_stateless_fedalt_fits_v_when_it_is_used(mapping: str) -> None:
     stream = sim.engine._visit(0, 3, {"head": Epochs(2), "body": Epochs(0)}, {})[0]
     head = rep.client_update(task, {"h": tree.select(task.init(), task.head)}, {"theta": u}, stream)[0]["h"]
     assert_close(models(sim)["0"], u | head)
+
+
+@pytest.mark.parametrize("cls", [FedPer, LgFedAvg, FedSim, FedAlt])
+def test_personal_layers_must_name_parameters(cls: Any) -> None:
+    task = make_task()
+    assert cls(personal_layers=("0", "2")).private(task) == [k for k in task.names if k[0] in "02"]
+    assert cls(personal_layers=(), private_head=False).private(task) == (task.body if cls is LgFedAvg else [])
+    with pytest.raises(ConfigError, match=rf"{cls.__name__}: personal_layers must begin the name .* Got \['x'\]"):
+        cls(personal_layers=("x",)).private(task)
 
 
 # ------------------------------------------------------------------------------------------------ pFedSim

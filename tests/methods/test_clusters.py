@@ -218,8 +218,8 @@ def test_prism_averages_a_triple_over_who_had_it() -> None:
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [
-        (PriSM, {"keep": 0.0}, "keep must be one or more numbers in (0, 1]. Got 0.0"),
-        (PriSM, {"keep": (0.5, 1.5)}, "keep must be one or more numbers in (0, 1]"),
+        (PriSM, {"keep": 0.0}, "keep must be a number in (0, 1] or a list of "),
+        (PriSM, {"keep": (0.5, 1.5)}, "in (0, 1]. Got "),
         (PriSM, {"kappa": -1.0}, "kappa must be a finite number >= 0"),
         (PriSM, {"server_optimizer": "adam"}, "server_optimizer must be 'none', as the triples are others"),
         (Ifca, {"clusters": 0}, "clusters must be an integer >= 1. Got 0"),

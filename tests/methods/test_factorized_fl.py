@@ -8,6 +8,7 @@ is what is not zero.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +26,11 @@ from fedspan.layers import structured
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.linalg.similarity import cosine, leading, neighbours, softmax_weights
-from fedspan.method import ClientInfo, Converts, Federation, Method, Round
+from fedspan.method import Averaging, ClientInfo, Converts, Federation, Method, Round
+from fedspan.method.fields import flat, keys_of, sentences
 from fedspan.methods import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal, Local, make
+from fedspan.methods.factorized_fl.factorization import tags
+from fedspan.methods.factorized_fl.matching import SimilarityMatching
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params, Tree
@@ -84,7 +88,7 @@ def test_alone_with_few_clients_a_round_if_newcomers_begin_at_the_start() -> Non
 
 
 def test_factorised_local_training_is_local_training_of_the_factored_module() -> None:
-    sim = run(FactorizedLocal(lam=0.0, lr=0.2), rounds=2)
+    sim = run(method_of(FactorizedLocal, lam=0.0, lr=0.2), rounds=2)
     task = FactorizedLocal().model(make_task(), None)
 
     class Converted(Local, Converts):
@@ -124,16 +128,16 @@ def test_what_is_shared_by_each_variant() -> None:
     task = FactorizedFL().model(make_task("cnn"), None)
     expected = {"nothing": [], "u": ["u", "b"], "uv": ["u", "b", "v"], "um": ["u", "b", "mu"]}
     for shared, names in expected.items():
-        parts, own = FactorizedFL(shared=shared).apart(task, task.init())  # type: ignore[arg-type]
+        parts, own = method_of(FactorizedFL, shared=shared).apart(task, task.init())
         assert sorted(parts) == sorted(names)
         assert {k for p in parts.values() for k in p} | set(own) == set(task.names)
         assert set(task.head) <= set(own)
-    parts, own = FactorizedFLBeta(private_head=False).apart(task, task.init())
+    parts, own = method_of(FactorizedFLBeta, private_head=False).apart(task, task.init())
     assert not own and set(parts) == {"u", "b", "v", "mu"} and "norm.weight" in parts["b"]
-    plain = FactorizedFL(min_u_dim=20)
+    plain = method_of(FactorizedFL, min_u_dim=20)
     task = plain.model(make_task("cnn"), None)
     assert structured(task.module) == ["hidden"]  # 36 inputs; the kernel has 9 positions, the head 6 inputs
-    assert plain.tags(task)["conv.weight"] == "v" and plain.tags(task)["conv.bias"] == "b"
+    assert tags(task)["conv.weight"] == "v" and tags(task)["conv.bias"] == "b"
 
 
 # ------------------------------------------------------------------------------------------------ 3: permutation
@@ -191,12 +195,12 @@ def test_from_a_head_of_zeros_the_names_of_classes_make_no_difference_to_bodies(
     assert moved(other)
 
 
-def test_likeness_of_the_change_leaves_the_common_start_out() -> None:
+def test_similarity_of_the_change_leaves_the_common_start_out() -> None:
     sims = {of: run(method_of(FactorizedFL, likeness_of=of, **ALL, **STEPS), "mlp") for of in ("v", "change")}
     server, start = sims["change"].record.server, sims["change"].engine.model(None).init()
-    z = start[sims["change"].method.likeness(sims["change"].engine.model(None))]
+    z = start[sims["change"].method.z(sims["change"].engine.model(None))]
     assert_close({"s": server["seen"]["sigma"]}, {"s": cosine((server["z"] - z).flatten(1))})
-    # All are averaged alike here, so the runs are the same but for what likeness says of them.
+    # All are averaged alike here, so the runs are the same but for what similarity says of them.
     assert_same(server["u"], sims["v"].record.server["u"])
     off = ~torch.eye(7, dtype=torch.bool)
     assert float(server["seen"]["sigma"][off].mean()) < float(sims["v"].record.server["seen"]["sigma"][off].mean())
@@ -206,10 +210,10 @@ def test_likeness_of_the_change_leaves_the_common_start_out() -> None:
 
 
 def test_with_mu_at_w_minus_uv_it_starts_as_the_dense_network_and_has_its_gradients() -> None:
-    dense, task = make_task("cnn"), FactorizedFL(mu_start="dense").model(make_task("cnn"), None)
+    dense, task = make_task("cnn"), method_of(FactorizedFL, mu_start="dense").model(make_task("cnn"), None)
     x = torch.randn(5, 1, 6, 6, dtype=torch.float64)
     assert_close({"y": task.predict(task.init(), x)}, {"y": dense.predict(dense.init(), x)})
-    only = FactorizedFedAvg(mu_start="dense", penalty="none", lr=0.1)
+    only = method_of(FactorizedFedAvg, mu_start="dense", penalty="none", lr=0.1)
     sim = run(only, "cnn", rounds=1, epochs=1, batch_size="full")
     alone = run(Local(lr=0.1), "cnn", rounds=1, epochs=1, batch_size="full")
     mean = tree.map(
@@ -241,7 +245,7 @@ def test_an_endless_penalty_takes_mu_out_of_the_model(cls: Any, kind: str, mappi
 def test_soft_thresholding_settles_where_the_penalised_loss_is_least(momentum: float) -> None:
     a = torch.tensor([1.0, -0.3, 0.05, -0.02], dtype=torch.float64)
     method = method_of(FactorizedFL, lr=0.02, lam=0.1, momentum=momentum)
-    prox = method.shrink(["w"])
+    prox = method.penalty.prox(["w"], method.lr, momentum)
     batch = make_batches()
     found = sgd(lambda p, b: (p["w"] - a).square().sum() / 2, {"w": torch.zeros_like(a)}, [batch] * 2000,
                 0.02, momentum=momentum, prox=prox)["w"]  # fmt: skip
@@ -265,7 +269,9 @@ def test_a_larger_penalty_leaves_fewer_entries() -> None:
 
 
 def test_pruning_at_use_leaves_out_what_is_below_lambda_and_changes_no_state() -> None:
-    plain, cut = (run(FactorizedFLBeta(lam=0.02, penalty="none", eval_prune=p, lr=0.1)) for p in (False, True))
+    plain, cut = (
+        run(method_of(FactorizedFLBeta, lam=0.02, penalty="none", eval_prune=p, lr=0.1)) for p in (False, True)
+    )
     assert plain.record.digest() == cut.record.digest()
     x, y = models(plain), models(cut)
     for i, m in x.items():
@@ -281,10 +287,10 @@ def test_pruning_at_use_leaves_out_what_is_below_lambda_and_changes_no_state() -
 def test_identical_clients_agree() -> None:
     pair = (torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3)
     data = FederatedData.from_arrays([pair, pair], test=[pair, pair]).to(torch.float64)
-    sim = run(FactorizedFL(lr=0.1, m_min=1), data=data, batch_size="full")
+    sim = run(method_of(FactorizedFL, lr=0.1, m_min=1), data=data, batch_size="full")
     seen = sim.record.server["seen"]
     assert_close({"s": seen["sigma"]}, {"s": torch.ones(2, 2, dtype=torch.float64)})
-    assert_close({"o": sim.method.omega(seen)}, {"o": torch.full((2, 2), 0.5, dtype=torch.float64)})  # type: ignore[attr-defined]
+    assert_close({"o": sim.method.matching.omega(seen)}, {"o": torch.full((2, 2), 0.5, dtype=torch.float64)})  # type: ignore[attr-defined]
     down = sim.method.download(sim.record.server, torch.arange(2), None, 4).own
     assert_close(down["u"], sim.record.server["u"])
     assert seen["matched"].tolist() == [[3, 3], [3, 3]]
@@ -294,13 +300,13 @@ def test_identical_clients_agree() -> None:
 @pytest.mark.parametrize("tau", [-1.0, 0.5, 2.0])
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 def test_rows_of_the_mixing_matrix_add_up_to_one(matching: Any, tau: float, rounds: int) -> None:
-    method = FactorizedFL(matching=matching, tau=tau, m_min=2, lr=0.3)
+    method = method_of(FactorizedFL, matching=matching, tau=tau, m_min=2, lr=0.3)
     sim = run(method, rounds=rounds, participation=0.5)
     seen = sim.record.server["seen"]
-    omega, known = method.omega(seen), seen["n"] > 0
+    omega, known = method.matching.omega(seen), seen["n"] > 0
     assert_close({"o": omega.sum(1)}, {"o": torch.ones(7, dtype=torch.float64)})
     assert (omega >= 0).all() and not omega[:, ~known][known].any()
-    others = (method.members(seen) & ~torch.eye(7, dtype=torch.bool)).sum(1)[known]
+    others = (method.matching.members(seen) & ~torch.eye(7, dtype=torch.bool)).sum(1)[known]
     if matching != "similarity" and rounds:
         assert (others == min(3, int(known.sum()) - 1)).all()
     if tau == 2.0 and matching == "similarity" and rounds:
@@ -308,7 +314,7 @@ def test_rows_of_the_mixing_matrix_add_up_to_one(matching: Any, tau: float, roun
 
 
 def test_the_server_step_is_the_paper_by_hand() -> None:
-    method = FactorizedFL(tau=0.2, epsilon=3.0, m_min=1)
+    method = method_of(FactorizedFL, tau=0.2, epsilon=3.0, m_min=1)
     rng = np.random.default_rng(0)
     task = method.model(make_task(), None)
     server = method.init_server(task, Federation(5, 0))
@@ -350,19 +356,19 @@ def test_neighbours_and_weights() -> None:
 def test_zero_vectors_are_like_nobody() -> None:
     z = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-3.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     assert cosine(z).tolist() == [[1, 0, 0, 0], [0, 1, -1, 0], [0, -1, 1, 0], [0, 0, 0, 1]]
-    method = FactorizedFL(gauge=True, lr=0.1)
+    method = method_of(FactorizedFL, gauge=True, lr=0.1)
     task = method.model(make_task(), None)
     params = {k: torch.zeros_like(p) if k.endswith((".u", ".v")) else p for k, p in task.init().items()}
-    assert_same(method.aligned(task, params), params)
+    assert_same(method.sharing.aligned(task, params), params)
 
 
 @pytest.mark.parametrize("matching", ["random", "worst"])
 def test_random_partners_change_and_the_worst_are_the_least_alike(matching: Any) -> None:
-    method = FactorizedFL(matching=matching, partners=2, lr=0.3)
+    method = method_of(FactorizedFL, matching=matching, partners=2, lr=0.3)
     a, b = run(method), run(method)
     assert a.record.digest() == b.record.digest()
     seen = a.record.server["seen"]
-    members = method.members(seen)
+    members = method.matching.members(seen)
     assert members.diagonal().all() and (members.sum(1) == 3).all()
     if matching == "worst":
         for k in range(7):
@@ -370,25 +376,25 @@ def test_random_partners_change_and_the_worst_are_the_least_alike(matching: Any)
             others = [i for i in range(7) if i != k]
             assert set(sorted(others, key=lambda i: float(row[i]))[:2]) == {i for i in others if members[k, i]}
     else:
-        later = method.members({**seen, "round": torch.tensor(9)})
+        later = method.matching.members({**seen, "round": torch.tensor(9)})
         assert not torch.equal(members, later)
 
 
-def test_likeness_layer() -> None:
+def test_the_layer_that_is_compared() -> None:
     task = FactorizedFL().model(make_task("cnn"), None)
-    assert FactorizedFL().likeness(task) == "hidden.v"
-    assert FactorizedFL(likeness_layer="conv").likeness(task) == "conv.v"
+    assert FactorizedFL().z(task) == "hidden.v"
+    assert method_of(FactorizedFL, likeness_layer="conv").z(task) == "conv.v"
     with pytest.raises(
         ConfigError, match=r"likeness_layer must be a factorised layer. Got 'convv'. Did you mean 'conv'"
     ):
-        FactorizedFL(likeness_layer="convv").likeness(task)
+        method_of(FactorizedFL, likeness_layer="convv").z(task)
     single = Task(nn.Linear(5, 3), dtype=torch.float64)
     with pytest.raises(ConfigError, match="there must be a factorised layer below the head"):
         FactorizedFL().init_server(FactorizedFL().model(single, None), Federation(3, 0))
-    only = FactorizedFedAvg(private_head=False)
+    only = method_of(FactorizedFedAvg, private_head=False)
     assert set(only.init_server(only.model(single, None), Federation(3, 0))) == {"u", "b", "v", "mu"}
     for private, layer in ((True, None), (False, None), (True, "0"), (True, "4")):
-        sim = run(FactorizedFLBeta(likeness_layer=layer, private_head=private, lr=0.3), rounds=1)
+        sim = run(method_of(FactorizedFLBeta, likeness_layer=layer, private_head=private, lr=0.3), rounds=1)
         rows = {k: sim.record.server["v"].get(k, sim.record.server.get("z")) for k in (f"{layer or 2}.v",)}
         assert_same(sim.record.server["seen"]["sigma"], cosine(rows[f"{layer or 2}.v"].flatten(1)))
 
@@ -398,18 +404,18 @@ def test_likeness_layer() -> None:
 
 @KINDS
 def test_the_gauge_undoes_flips_and_scales_and_leaves_the_weights(kind: str) -> None:
-    method = FactorizedFL(gamma=2, gauge=True)
+    method = method_of(FactorizedFL, gamma=2, gauge=True)
     task = method.model(make_task(kind), None)
     params = task.fresh("x")
     c = torch.tensor([-3.0, 0.25], dtype=torch.float64)
     flipped = dict(params)
     for k in structured(task.module):
         flipped[f"{k}.u"], flipped[f"{k}.v"] = params[f"{k}.u"] * c, params[f"{k}.v"] / c[:, None]
-    assert_close(method.aligned(task, params), method.aligned(task, flipped))
-    name = method.likeness(task)
+    assert_close(method.sharing.aligned(task, params), method.sharing.aligned(task, flipped))
+    name = method.z(task)
     z = torch.stack([params[name].flatten(), flipped[name].flatten()])
     assert float(cosine(z)[0, 1]) < 0.9
-    new = method.aligned(task, flipped)
+    new = method.sharing.aligned(task, flipped)
     x = torch.randn(4, *((5,) if kind == "mlp" else (1, 6, 6)), dtype=torch.float64)
     assert_close({"y": task.predict(new, x)}, {"y": task.predict(params, x)})
     for k in structured(task.module):
@@ -424,8 +430,8 @@ def test_without_a_gauge_flipped_clients_cancel_and_with_it_they_do_not() -> Non
         task = method.model(make_task(), None)
         start = task.init()
         flip = {k: -p if k.endswith((".u", ".v")) else p for k, p in start.items()}
-        rows = [method.aligned(task, p) if gauge else p for p in (start, flip)]
-        parts = [method.apart(task, p)[0] | {"z": p[method.likeness(task)]} for p in rows]
+        rows = [method.sharing.aligned(task, p) for p in (start, flip)]
+        parts = [method.apart(task, p)[0] | {"z": p[method.z(task)]} for p in rows]
         two = torch.tensor([5.0, 5.0], dtype=torch.float64)
         server = method.server_update(
             method.init_server(task, Federation(2, 0)),
@@ -438,7 +444,7 @@ def test_without_a_gauge_flipped_clients_cancel_and_with_it_they_do_not() -> Non
 
 
 def test_a_newcomer_starts_in_the_gauge_of_the_others() -> None:
-    sim = run(FactorizedFL(gauge=True, lr=0.0), rounds=1, participation=0.4)
+    sim = run(method_of(FactorizedFL, gauge=True, lr=0.0), rounds=1, participation=0.4)
     task, start = sim.engine.model(None), sim.engine.model(None).init()
     assert not (sim.record.server["seen"]["n"] > 0).all()
     for m in models(sim).values():
@@ -465,7 +471,7 @@ def test_averages_have_the_union_of_the_supports() -> None:
 
 
 def test_what_is_counted_of_mu_is_what_is_not_zero() -> None:
-    method = FactorizedFLBeta(lam=0.3, lr=0.1)
+    method = method_of(FactorizedFLBeta, lam=0.3, lr=0.1)
     one, two = run(method, "cnn", rounds=1), run(method, "cnn", rounds=2)
     sent = one.record.server["mu"]
 
@@ -503,7 +509,7 @@ def test_a_thinned_download_is_sparse() -> None:
                 assert whole["mu"][k].abs()[~kept].max() <= p.abs()[kept].max()
             else:
                 assert p[kept].abs().min() >= 0.01 and (whole["mu"][k][~kept].abs() < 0.01).all()
-    shared = run(FactorizedFedAvg(lam=0.01, lr=0.1, down_share=0.5), "cnn", rounds=1)
+    shared = run(method_of(FactorizedFedAvg, lam=0.01, lr=0.1, down_share=0.5), "cnn", rounds=1)
     down = shared.method.download(shared.record.server, torch.arange(1), None, 2).shared["mu"]
     assert all(int(p.count_nonzero()) == -(-p.numel() // 2) for p in down.values())
 
@@ -529,7 +535,7 @@ def test_kept_momentum_is_one_long_training(mapping: str) -> None:
 
 
 def test_the_penalty_as_a_gradient_is_torchs() -> None:
-    method = FactorizedLocal(penalty="subgradient", lam=0.05, lr=0.1, mu_start="dense")
+    method = method_of(FactorizedLocal, penalty="subgradient", lam=0.05, lr=0.1, mu_start="dense")
     sim = run(method, rounds=1, epochs=2, batch_size="full")
     task = sim.engine.model(None)
     params = [p.requires_grad_() for p in task.init().values()]
@@ -562,24 +568,24 @@ def test_the_default_fits_the_training_data(name: str) -> None:
 
 
 def test_what_the_server_knows_can_be_shown() -> None:
-    sim = run(FactorizedFLBeta(tau=-1.0, lr=0.1), rounds=2, participation=0.6)
+    sim = run(method_of(FactorizedFLBeta, tau=-1.0, lr=0.1), rounds=2, participation=0.6)
     seen = sim.record.server["seen"]
     assert {"sigma", "matched", "n"} <= seen.keys()
     asked = seen["matched"].diagonal()  # how often a client was averaged at all
     assert int(asked.sum()) == 2 * 4 and (seen["matched"] <= asked[:, None]).all()
     found = sim.method.monitor(sim.record.server)
     assert set(found) == {
-        *("likeness_v", "likeness_v_min", "likeness_u", "likeness_u_min"),
+        *("similarity_v", "similarity_v_min", "similarity_u", "similarity_u_min"),
         *("neighbours", "mu_nonzero", "mu_nonzero_received"),
     }
     assert found["mu_nonzero_received"] >= found["mu_nonzero"]  # an average has the union of the supports
     known = int((seen["n"] > 0).sum())
-    assert found["neighbours"] == known - 1 and found["likeness_v_min"] <= found["likeness_v"] <= 1
+    assert found["neighbours"] == known - 1 and found["similarity_v_min"] <= found["similarity_v"] <= 1
     assert FactorizedFL().monitor(run(FactorizedFL(), rounds=0).record.server) == {}
 
 
-def test_likeness_of_v_and_u_is_kept_over_the_rounds() -> None:
-    sim = run(FactorizedFL(lr=0.1), "cnn", rounds=2, participation=0.4, evaluate_every=1)
+def test_similarity_of_v_and_u_is_kept_over_the_rounds() -> None:
+    sim = run(method_of(FactorizedFL, lr=0.1), "cnn", rounds=2, participation=0.4, evaluate_every=1)
     server = sim.record.server
     known = server["seen"]["n"] > 0
     assert 2 <= int(known.sum()) < len(known)
@@ -620,6 +626,28 @@ def test_bad_fields_are_refused(fields: dict[str, Any], message: str) -> None:
     assert message in str(e.value)
 
 
+def test_a_key_in_the_place_of_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"FactorizedFL: matching must be a SimilarityMatching, .* Got 'random'"):
+        FactorizedFL(matching="random")  # type: ignore[arg-type]
+    assert FactorizedFL(matching=SimilarityMatching(rule="random")) == make("factorized-fl-alpha", matching="random")
+
+
 def test_a_bound_that_leaves_no_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="min_u_dim leaves no layer to factorise"):
-        FactorizedFL(min_u_dim=1000).model(make_task(), None)
+        method_of(FactorizedFL, min_u_dim=1000).model(make_task(), None)
+
+
+@pytest.mark.parametrize("cls", [FactorizedFL, FactorizedFLBeta, FactorizedFedAvg, FactorizedLocal])
+def test_experiment_files_write_flat_keys_each_with_a_sentence(cls: type[Method]) -> None:
+    keys = keys_of(cls)
+    assert keys.keys() - keys_of(Averaging).keys() == {
+        *("shared", "gauge", "down_threshold", "down_share"),
+        *("matching", "tau", "epsilon", "m_min", "partners", "newcomer", "likeness_of", "likeness_layer"),
+        *("gamma", "mu", "mu_start", "layers", "layout", "min_u_dim"),
+        *("lam", "penalty", "eval_prune", "keep_momentum"),
+    }
+    assert not [k for k, key in keys.items() if not key.sentence.endswith(".")]
+    own = [f.name for f in dataclasses.fields(cls)]
+    assert not [k for k in own if not sentences(cls).get(k)]
+    changed = {"shared": "uv", "matching": "worst", "lam": 0.25, "likeness_of": "change", "gamma": 2, "down_share": 0.5}
+    assert changed.items() <= flat(method_of(cls, **changed)).items()

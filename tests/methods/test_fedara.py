@@ -24,11 +24,13 @@ from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.learn.aggregate import weighted_mean
 from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.optimizer import Optimizer
 from fedspan.learn.sgd import gradient
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method.levels import LEVELS
 from fedspan.methods import FedAra, FedAraStar, FedHM, FedPer, make
+from fedspan.methods.fedara.capacities import LEVELS
+from fedspan.methods.fedara.objective import Alignment, FactorDecay, anchors
 from fedspan.models import build
 from fedspan.tree import Params
 
@@ -68,7 +70,7 @@ def test_with_shared_heads_and_without_anchors_it_is_fedhm() -> None:
         FedAra, ratio=(1.0, 0.5), rank_rule="out_channels", lam=0.0, rho=0.025, rho_rule="whole", **same, **STEPS
     )
     assert_close(a.record.server, run(whole, "cnn").record.server)
-    assert FedAra(rho_rule="whole", rho=0.1).decays() == (0.2, 0.0)
+    assert FactorDecay(rho_rule="whole", rho=0.1).strengths(Optimizer()) == (0.2, 0.0)
 
 
 def test_a_decay_in_every_third_step_is_the_same_to_first_order() -> None:
@@ -78,7 +80,7 @@ def test_a_decay_in_every_third_step_is_the_same_to_first_order() -> None:
     for lr in (1e-2, 1e-3):
         weights = []
         for rho, every in ((0.5, 1), (0.5, 3), (0.0, 1)):
-            method = FedAra(ratio=0.5, lam=0.0, rho=rho, decay_every=every, lr=lr)
+            method = method_of(FedAra, ratio=0.5, lam=0.0, rho=rho, decay_every=every, lr=lr)
             sim = run(method, data=data, rounds=1, epochs=1, batch_size=4, participation=1.0)
             weights.append(sim.record.server["W"]["2.weight"])
         gaps.append(float((weights[0] - weights[1]).norm()))
@@ -88,7 +90,7 @@ def test_a_decay_in_every_third_step_is_the_same_to_first_order() -> None:
 
 def test_full_rank_without_local_steps_returns_the_extractor() -> None:
     start = make_task("cnn").init()
-    sim = run(FedAra(ratio=1.0, allow_larger=True, layers="body", lr=0.0), "cnn", participation=1.0)
+    sim = run(method_of(FedAra, ratio=1.0, allow_larger=True, layers="body", lr=0.0), "cnn", participation=1.0)
     for k, W in sim.record.server["W"].items():
         assert_close({k: W}, {k: start[k]})
     assert sim.record.server.keys() == {"theta", "W", "U", "V"}
@@ -122,7 +124,7 @@ def test_one_step_of_full_rank_factors() -> None:
     data, lr = make_data(clients=1), 0.2
     once: dict[str, Any] = {"task": task, "data": data, "rounds": 1, "participation": 1.0, "epochs": 1}
     once |= {"batch_size": "full"}
-    method = FedAra(ratio=1.0, allow_larger=True, layers=("0",), lam=0.0, rho=0.0, lr=lr)
+    method = method_of(FedAra, ratio=1.0, allow_larger=True, layers=("0",), lam=0.0, rho=0.0, lr=lr)
     start = task.init()
     W = start["0.weight"]
     U, V = lowrank.leading(W, 4)
@@ -138,18 +140,18 @@ def test_one_step_of_full_rank_factors() -> None:
 
 
 def distance_gradient(method: FedAra, task: Task, params: Params, a: Tensor, batch: Batch) -> Params:
-    near, plain = gradient(method.aligned(task, a, 3.0), params, batch), gradient(task.loss, params, batch)
+    near, plain = gradient(method.alignment.loss(task, a, 3.0), params, batch), gradient(task.loss, params, batch)
     return tree.sub(near, plain)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 def test_anchors_are_frozen_and_pull_the_extractor_alone(ratio: float) -> None:
-    method = FedAra(ratio=ratio, lr=0.1)
+    method = method_of(FedAra, ratio=ratio, lr=0.1)
     task, data = method.model(make_task("cnn"), None), make_data("cnn")
     start, stream = task.init(), all_of(data, 2)
     batch = next(iter(stream))
-    a = method.anchors(task, start, stream)
-    assert torch.equal(a, method.anchors(task, start, stream))
+    a = anchors(task, start, stream)
+    assert torch.equal(a, anchors(task, start, stream))
     features = task.features(start, batch.x)
     for c in range(3):
         assert_close({"a": a[c]}, {"a": features[batch.y == c].mean(0)})
@@ -157,9 +159,9 @@ def test_anchors_are_frozen_and_pull_the_extractor_alone(ratio: float) -> None:
     assert all(not g[k].abs().max() > 1e-14 for k in task.head)
     assert max(float(g[k].abs().max()) for k in task.body) > 1e-3
     # The mean over D and over the examples of the squared distance, three times.
-    value = method.aligned(task, a, 3.0)(start, batch) - task.loss(start, batch)
+    value = method.alignment.loss(task, a, 3.0)(start, batch) - task.loss(start, batch)
     assert float(value) == pytest.approx(3 * float((features - a[batch.y]).square().mean()))
-    summed = FedAra(fac_reduction="sum").aligned(task, a, 3.0)(start, batch) - task.loss(start, batch)
+    summed = Alignment(fac_reduction="sum").loss(task, a, 3.0)(start, batch) - task.loss(start, batch)
     assert float(summed) == pytest.approx(float(value) * features.shape[1])
 
 
@@ -168,16 +170,16 @@ def test_one_example_per_class_lies_on_its_anchor() -> None:
     rows = torch.tensor([[int((data.y == c).nonzero()[0]) for c in range(3)]])
     stream = Batches(data.x, data.y, rows, torch.tensor(0))
     batch = next(iter(stream))
-    a = method.anchors(task, task.init(), stream)
-    assert float(method.gap(task, task.init(), a, stream)) == 0.0
+    a = anchors(task, task.init(), stream)
+    assert float(method.alignment.gap(task, task.init(), a, stream)) == 0.0
     assert all(float(g.abs().max()) <= 1e-15 for g in distance_gradient(method, task, task.init(), a, batch).values())
 
 
 def test_the_alignment_is_warmed_up() -> None:
-    strengths = [FedAra(lam=4.0).strength(t) for t in range(1, 14)]
+    strengths = [Alignment(lam=4.0).strength(t) for t in range(1, 14)]
     assert strengths[0] == 0.0 and strengths[5] == 2.0 and strengths[10:] == [4.0] * 3
     assert strengths == sorted(strengths)
-    assert FedAra(lam=4.0, warmup=1).strength(2) == 4.0
+    assert Alignment(lam=4.0, warmup=1).strength(2) == 4.0
 
 
 @MAPPING
@@ -186,11 +188,11 @@ def test_absent_classes_single_examples_and_a_client_with_one_class(mapping: str
     labels = [[0] * 7 + [1], [2] * 6, [0, 1, 2, 0, 1, 2, 0, 1]]
     pairs = [(torch.randn(len(y), 5, generator=g, dtype=torch.float64), torch.tensor(y)) for y in labels]
     data = FederatedData.from_arrays(pairs, seed=0, test_fraction=0.25, classes=3).to(torch.float64)
-    method = FedAra(ratio=(1.0, 0.5, 0.5), lam=2.0, warmup=1, watch=True)
+    method = method_of(FedAra, ratio=(1.0, 0.5, 0.5), lam=2.0, warmup=1, watch=True)
     sim = run(method, data=data, participation=1.0, rounds=4, mapping=mapping, batch_size=3)
     assert tree.all_finite(sim.record.server) and all(tree.all_finite(sim.record.row(i)) for i in range(3))
     task = sim.engine.model(method.capacity_of(1))
-    a = method.anchors(task, task.init(), all_of(data, 1))
+    a = anchors(task, task.init(), all_of(data, 1))
     assert not a[:2].any() and a[2].any()  # a class it lacks has no anchor, and no example that would need one
     assert sim.result.measures["alignment"]["mean"] > 0  # type: ignore[attr-defined]
 
@@ -198,7 +200,7 @@ def test_absent_classes_single_examples_and_a_client_with_one_class(mapping: str
 def test_alignment_falls_as_lambda_grows() -> None:
     gaps = []
     for lam in (0.0, 1.0, 10.0):
-        sim = run(FedAra(lam=lam, warmup=1, watch=True, lr=0.05), participation=1.0, rounds=4, epochs=3)
+        sim = run(method_of(FedAra, lam=lam, warmup=1, watch=True, lr=0.05), participation=1.0, rounds=4, epochs=3)
         gaps.append(sim.result.measures["alignment"]["mean"])  # type: ignore[attr-defined]
         assert sim.result.per_client["alignment"][2] == pytest.approx(float(sim.record.row(2)["gap"]))  # type: ignore[attr-defined]
     assert gaps[0] > gaps[1] > gaps[2] > 0
@@ -213,7 +215,7 @@ def test_bytes_are_linear_in_the_rank() -> None:
     task = Task(task.module, dtype=torch.float64)
     sent = {}
     for r in (0.1, 0.2, 0.4):
-        sim = run(FedAra(ratio=r, layers=("2",)), task=task, rounds=1, participation=1.0)
+        sim = run(method_of(FedAra, ratio=r, layers=("2",)), task=task, rounds=1, participation=1.0)
         sent[r] = sim.result.bytes["names"]["up"]  # type: ignore[attr-defined]
         assert sent[r]["U"] == sent[r]["V"] == 7 * 8 * 20 * round(20 * r)
         assert sim.result.bytes["up"] == sim.result.bytes["down"]  # type: ignore[attr-defined]
@@ -221,7 +223,7 @@ def test_bytes_are_linear_in_the_rank() -> None:
 
 
 def test_a_client_without_weight_and_a_rotation_change_nothing() -> None:
-    method = FedAra(ratio=(1.0, 0.5))
+    method = method_of(FedAra, ratio=(1.0, 0.5))
     sim = run(method, "cnn", rounds=0)
     dense = method.download(sim.record.server, torch.tensor([0]), 1.0, 1).shared
     small = method.download(sim.record.server, torch.tensor([1]), 0.5, 1).shared
@@ -237,8 +239,8 @@ def test_a_client_without_weight_and_a_rotation_change_nothing() -> None:
 
 
 def test_clients_may_decompose_different_layers() -> None:
-    method = FedAra(ratio=(0.5, 0.5, 0.25), layer_sets=("hidden", "conv+hidden", ""), lam=1.0, warmup=1)
-    assert len(method.capacities()) == 3 and method.capacity_of(2) == (0.25, "")
+    method = method_of(FedAra, ratio=(0.5, 0.5, 0.25), layer_sets=("hidden", "conv+hidden", ""), lam=1.0, warmup=1)
+    assert len(method.ranks.capacities) == 3 and method.capacity_of(2) == (0.25, "")
     a = run(method, "cnn", participation=1.0, mapping="loop")
     assert_close(a.record.server, run(method, "cnn", participation=1.0, mapping="vmap").record.server)
     down = [method.download(a.record.server, torch.tensor([i]), method.capacity_of(i), 1).shared for i in range(3)]
@@ -250,7 +252,7 @@ def test_clients_may_decompose_different_layers() -> None:
 
 
 def test_the_server_says_what_truncation_loses_and_which_rank_it_has() -> None:
-    method = FedAra(ratio=(1.0, 0.5), lam=0.0)
+    method = method_of(FedAra, ratio=(1.0, 0.5), lam=0.0)
     sim = run(method, "cnn", rounds=1, participation=1.0)
     seen, server = method.monitor(sim.record.server), sim.record.server
     W = server["W"]["hidden.weight"]
@@ -270,16 +272,19 @@ def test_the_server_says_what_truncation_loses_and_which_rank_it_has() -> None:
 def test_the_main_layers_and_five_levels_of_cnn1() -> None:
     with torch.device("meta"):
         task = Task(build("cnn1", (3, 32, 32), 10))
-        method = FedAra(ratio="fedara_cnn1")
-        assert list(method.chosen(task)) == ["fc1", "fc2"]
-        assert list(FedAraStar().chosen(Task(build("cnn", (3, 32, 32), 10)))) == ["fc1"]
+        method = method_of(FedAra, ratio="fedara_cnn1")
+        assert list(method.ranks.chosen(method, task)) == ["fc1", "fc2"]
+        star = FedAraStar()
+        assert list(star.ranks.chosen(star, Task(build("cnn", (3, 32, 32), 10)))) == ["fc1"]
         assert [method.capacity_of(i) for i in range(6)] == [1.0, 0.5, 0.375, 0.3, 0.2, 1.0]
-        assert LEVELS["fedara_cnn1"] == method.ratios
+        assert LEVELS["fedara_cnn1"] == method.ranks.ratios
         sizes = []
-        for c in method.ratios:
-            ranks = method.ranks(task, c)
-            dense = {k: m.weight.numel() for k, m in method.chosen(task).items()}
-            smaller = sum(dense[k] - r * sum(method.chosen(task)[k].weight.shape) for k, r in ranks.items())
+        for c in method.ranks.ratios:
+            ranks = method.ranks.ranks(method, task, c)
+            dense = {k: m.weight.numel() for k, m in method.ranks.chosen(method, task).items()}
+            smaller = sum(
+                dense[k] - r * sum(method.ranks.chosen(method, task)[k].weight.shape) for k, r in ranks.items()
+            )
             sizes.append(sum(p.numel() for p in task.module.parameters()) - smaller)
     # CNN1 to CNN5 have 2.62, 1.82, 1.32, 1.06 and 0.67 million.
     assert [round(n / 1e6, 2) for n in sizes] == [2.62, 1.77, 1.33, 1.07, 0.72]
@@ -287,16 +292,18 @@ def test_the_main_layers_and_five_levels_of_cnn1() -> None:
 
 def test_factors_larger_than_the_layer_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'hidden' smaller than dense, at most 0.86 of its full rank 6. Got rank 6"):
-        FedAra(ratio=0.95).model(make_task("cnn"), None)
-    assert FedAra(ratio=0.95, allow_larger=True).ranks(make_task("cnn"), None) == {"hidden": 6}
-    assert FedAra(ratio=1.0).model(make_task("cnn"), None).module.get_submodule("hidden").__class__ is nn.Linear
+        method_of(FedAra, ratio=0.95).model(make_task("cnn"), None)
+    larger = method_of(FedAra, ratio=0.95, allow_larger=True)
+    assert larger.ranks.ranks(larger, make_task("cnn"), None) == {"hidden": 6}
+    dense = method_of(FedAra, ratio=1.0).model(make_task("cnn"), None)
+    assert dense.module.get_submodule("hidden").__class__ is nn.Linear
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"ratio": 0.0}, "ratio must be one or more numbers in (0, 1]. Got 0.0"),
-        ({"ratio": ()}, "ratio must be one or more numbers in (0, 1]. Got ()"),
+        ({"ratio": 0.0}, "ratio must be a number in (0, 1] or a list of "),
+        ({"ratio": ()}, "ratio must be a number or a list of "),
         ({"ratio": "fedara_cnn"}, "ratio must be numbers or a list of levels. Did you mean 'fedara_cnn1'?"),
         ({"lam": -1.0}, "lam must be a finite number >= 0"),
         ({"warmup": 0}, "warmup must be an integer >= 1"),

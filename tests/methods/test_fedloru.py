@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -30,8 +30,8 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import Federation
-from fedspan.method.fields import with_keys
+from fedspan.method import Averaging, Federation
+from fedspan.method.fields import keys_of, sentences, with_keys
 from fedspan.methods import FedAvg, FedLoRA, FedLoRU, MFedLoRU, PFedLoRA, PFedLoRAJoint, PFedLoRU, make
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Params
@@ -366,7 +366,7 @@ def test_named_layers_can_be_personal() -> None:
 
 
 def test_own_ranks_differ_by_client_also_with_nested_factors() -> None:
-    method = PFedLoRU(rank=4, own_ranks=(1, 3), ranks=(4, 2, 2), tau=2)
+    method = method_of(PFedLoRU, rank=4, own_ranks=(1, 3), ranks=(4, 2, 2), tau=2)
     assert [method.capacity_of(i) for i in range(7)] == [(4, 1), (2, 3), (2, 1), (4, 3), (2, 1), (2, 3), (4, 1)]
     sim = run(method, rounds=3, participation=1.0)
     shapes = [tuple(sim.record.row(i)["h"]["0.L"].shape) for i in range(7)]
@@ -396,7 +396,7 @@ def test_mfedloru_with_inner_identities_is_fedloru(mapping: str, momentum: float
 def test_nested_factors_cost_what_the_paper_says() -> None:
     r, layers = 4, [(7, 5), (6, 7)]
     rest = 7 + 6 + 3 + 18
-    sim = run(MFedLoRU(rank=r, ranks=(4, 2, 1)), rounds=1, participation=1.0)
+    sim = run(method_of(MFedLoRU, rank=r, ranks=(4, 2, 1)), rounds=1, participation=1.0)
 
     def up(k: int) -> int:
         return sum(r * (m + n) if k == r else k * (m + r) + k * (r + n) for m, n in layers)
@@ -411,13 +411,13 @@ def test_nested_factors_cost_what_the_paper_says() -> None:
     ("ranks", "counts"), [((128, 64, 32, 16), [5, 5, 5, 5]), ((64, 32, 16), [7, 7, 6])], ids=["setting-1", "setting-2"]
 )
 def test_clients_take_ranks_in_turn(ranks: Any, counts: list[int]) -> None:
-    method = MFedLoRU(rank=128, ranks=ranks)
+    method = method_of(MFedLoRU, rank=128, ranks=ranks)
     got = [method.capacity_of(i) for i in range(20)]
     assert [got.count(r) for r in ranks] == counts
 
 
 def test_the_server_averages_what_inner_factors_make() -> None:
-    method = MFedLoRU(rank=3, ranks=(2, 1), alpha_inner=0.7, weighting="uniform", lr=0.3)
+    method = method_of(MFedLoRU, rank=3, ranks=(2, 1), alpha_inner=0.7, weighting="uniform", lr=0.3)
     # From the second round on, as B is zero before.
     sim = run(method, rounds=2, participation=1.0)
     server, common = sim.record.server, sim.record.common
@@ -433,8 +433,8 @@ def test_the_server_averages_what_inner_factors_make() -> None:
             assert float(sent["A_d"][name].abs().max()) > 1e-6
     after = run(method, rounds=3, participation=1.0).record.server
     assert_close({k: after["A"][k] for k in total}, {k: t / 7 for k, t in total.items()})
-    literal = replace(method, alpha_inner_by_rank=True)
-    assert (method.alpha_of(2), literal.alpha_of(2)) == (0.7, 1.4)
+    literal = with_keys(method, alpha_inner_by_rank=True)
+    assert (method.nesting.alpha_of(2), literal.nesting.alpha_of(2)) == (0.7, 1.4)
 
 
 # ------------------------------------------------------------------------------------------------ pFedLoRA
@@ -451,7 +451,7 @@ def test_pfedlora_without_its_pair_is_fedavg(mapping: str) -> None:
 
 
 def test_pfedlora_sends_the_whole_model_and_keeps_the_pair() -> None:
-    for method in (PFedLoRA(rank=1), PFedLoRAJoint(rank=1)):
+    for method in (method_of(PFedLoRA, rank=1), method_of(PFedLoRAJoint, rank=1)):
         sim = run(method, "cnn", rounds=1, participation=1.0)
         size = sum(p.numel() for p in sim.task.init().values())
         assert sim.result.bytes["up"] == sim.result.bytes["down"] == 7 * 8 * size  # type: ignore[attr-defined]
@@ -475,8 +475,10 @@ def test_pfedlora_sends_the_whole_model_and_keeps_the_pair() -> None:
         ("fedloru", {"layers": "some"}, "layers must be one of 'all', 'body', 'large'"),
         ("mfedloru", {"rank": 4, "ranks": (8,)}, "ranks must be integers in 1..4, the global rank. Got [8]"),
         ("mfedloru", {"adapter": "lokr"}, "ranks go with adapter 'lora' and freeze_A=false only"),
-        ("pfedloru", {"own_ranks": ()}, "own_ranks must be one or more integers >= 1. Got []"),
-        ("pfedloru", {"own_ranks": (0,)}, "own_ranks must be one or more integers >= 1. Got [0]"),
+        ("pfedloru", {"own_ranks": ()}, "own_ranks must be a list of one or more integers >= 1. Got []"),
+        ("pfedloru", {"own_ranks": (0,)}, "own_ranks must be a list of one or more integers >= 1. Got [0]"),
+        ("mfedloru", {"ranks": (4, 0)}, "ranks must be a list of integers >= 1. Got [4, 0]"),
+        ("pfedloru", {"rank": 4, "ranks": (8,)}, "ranks must be integers in 1..4, the global rank. Got [8]"),
         ("pfedlora1", {"personal_epochs": -1}, "personal_epochs must be an integer >= 0"),
         ("pfedlora2", {"rank": 0}, "rank must be an integer >= 1"),
     ],
@@ -490,3 +492,18 @@ def test_bad_fields_are_refused(name: str, fields: dict[str, Any], message: str)
 def test_no_layer_smaller_by_its_factors_is_refused() -> None:
     with pytest.raises(ConfigError, match="FedLoRU: layers must be 'body', 'all' or names where no layer becomes"):
         run(FedLoRU(rank=16, layers="large"), rounds=0)
+
+
+@pytest.mark.parametrize("cls", [FedLoRU, FedLoRA, PFedLoRU, MFedLoRU])
+def test_experiment_files_write_flat_keys_each_with_a_sentence(cls: type[FedLoRU]) -> None:
+    keys = keys_of(cls)
+    inner = {"ranks", "alpha_inner", "alpha_inner_by_rank", "inner_start", "inner_frozen", "opt_out"}
+    own = {"own_ranks", "alpha_own", "personal_epochs", "global_epochs"}
+    more = {PFedLoRU: inner | own, MFedLoRU: inner}.get(cls, set())
+    assert keys.keys() - keys_of(Averaging).keys() == more | {
+        *("rank", "alpha", "alpha_over_r", "tau", "reinit", "adapter", "start", "freeze_A", "layers"),
+        *("personal_layers", "lr_min", "cycle"),
+    }
+    assert not [k for k, key in keys.items() if not key.sentence.endswith(".")]
+    assert not [f.name for f in fields(cls) if not sentences(cls).get(f.name)]
+    assert keys["ranks"].default == ((2, 4, 8, 16) if cls is MFedLoRU else ()) if more else "ranks" not in keys

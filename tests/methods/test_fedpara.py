@@ -20,7 +20,7 @@ from fedspan.layers import Plain, Structured, choose, convert, structured
 from fedspan.learn.task import Task
 from fedspan.method import Converts, Method, Sent, Visit
 from fedspan.methods import FedAvg, FedPara, PFedPara, make
-from fedspan.methods.fedpara import factors
+from fedspan.methods.fedpara import HadamardForm, factors
 from fedspan.models import build
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
@@ -53,7 +53,7 @@ class Low(Structured):
 class LowRankFedAvg(FedAvg, Converts):
     """FedAvg of the factors X₁ and Y₁, from where FedPara's start."""
 
-    like: FedPara = FedPara(rank=2)
+    like: FedPara = method_of(FedPara, rank=2)
 
     def model(self, task: Task, capacity: Any) -> Task:
         new = task.converted(lambda m: convert(m, choose(task, "all", "T"), Low))
@@ -64,7 +64,7 @@ class LowRankFedAvg(FedAvg, Converts):
 class LowRankFedAvgPlus(LowRankFedAvg):
     """The same, from where pFedPara's start."""
 
-    like = PFedPara(rank=2)
+    like = method_of(PFedPara, rank=2)
 
 
 def filled(module: nn.Module, params: Tree) -> nn.Module:
@@ -136,34 +136,36 @@ def test_pfedpara_keeps_its_second_factors_and_sends_the_first() -> None:
 def test_ranks_of_linear_layers() -> None:
     layer = nn.Linear(784, 200)
     low, high = math.ceil(math.sqrt(200)), 784 * 200 // (2 * 984)
-    assert FedPara(gamma=0.0).rank_of(layer) == low == 15
-    assert FedPara(gamma=1.0).rank_of(layer) == high == 79
+    assert HadamardForm(gamma=0.0).rank_of(layer) == low == 15
+    assert HadamardForm(gamma=1.0).rank_of(layer) == high == 79
     assert factors(layer, high) <= layer.weight.numel() < factors(layer, high + 1)
-    assert FedPara(gamma=0.5).rank_of(layer) == 47
-    assert FedPara(rank=3).rank_of(layer) == 3
-    assert FedPara(gamma=1.0).rank_of(nn.Linear(6, 3)) == 2  # never below the rank that allows full rank
+    assert HadamardForm(gamma=0.5).rank_of(layer) == 47
+    assert HadamardForm(rank=3).rank_of(layer) == 3
+    assert HadamardForm(gamma=1.0).rank_of(nn.Linear(6, 3)) == 2  # never below the rank that allows full rank
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.6, 0.9])
 def test_ranks_of_convolutions_meet_the_wanted_share(ratio: float) -> None:
     layer = nn.Conv2d(128, 256, 3)
-    r = FedPara(ratio=ratio).rank_of(layer)
+    r = HadamardForm(ratio=ratio).rank_of(layer)
     wanted = ratio * layer.weight.numel()
     assert factors(layer, r) >= wanted > factors(layer, r - 1)
-    assert FedPara(ratio=0.0).rank_of(layer) == 16
-    task = FedPara(ratio=ratio, layers=("conv3",)).model(Task(build("resnet9", (3, 32, 32), 10, width=8)), None)
+    assert HadamardForm(ratio=0.0).rank_of(layer) == 16
+    task = method_of(FedPara, ratio=ratio, layers=("conv3",)).model(
+        Task(build("resnet9", (3, 32, 32), 10, width=8)), None
+    )
     made = task.module.get_submodule("conv3.conv")
     held = sum(p.numel() for k, p in made.named_parameters() if k != "bias")
     plain = nn.Conv2d(16, 32, 3)
-    assert held == factors(plain, FedPara(ratio=ratio).rank_of(plain))
+    assert held == factors(plain, HadamardForm(ratio=ratio).rank_of(plain))
 
 
 def test_only_layers_that_shrink_if_wanted() -> None:
     task = Task(nn.Sequential(nn.Linear(100, 80), nn.Linear(80, 3)))
-    assert structured(FedPara(gamma=0.0, only_smaller=True).model(task, None).module) == ["0"]
-    assert structured(FedPara(gamma=0.0).model(task, None).module) == ["0", "1"]
+    assert structured(method_of(FedPara, gamma=0.0, only_smaller=True).model(task, None).module) == ["0"]
+    assert structured(method_of(FedPara, gamma=0.0).model(task, None).module) == ["0", "1"]
     with pytest.raises(ConfigError, match="no layer becomes smaller by its factors"):
-        FedPara(only_smaller=True).model(make_task(), None)
+        method_of(FedPara, only_smaller=True).model(make_task(), None)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,15 @@ import torch
 
 from conftest import call
 from fedspan import tree
-from fedspan.cli.analyse import refreshed
+from fedspan.cli.analyse import refitted
 from fedspan.cli.running import open_run
 from fedspan.errors import FedspanError
-from fedspan.report.page import _coordinates, write_page
+from fedspan.method import Seen
+from fedspan.methods.panels_subspace import Coordinates, coordinates, norms, sentence, solved_again, structure
+from fedspan.report.measures import monitored
+from fedspan.report.page import panels, write_page
+from fedspan.report.registered import method_of, panels_of, seen_of
 from fedspan.report.runs import group, load_run
-from fedspan.report.subspace_panel import Coordinates, coordinates, norms, sentence, structure
 
 EXPERIMENT = """
 rounds = 8
@@ -53,6 +56,13 @@ def execute(where: Path, name: str, *overrides: str) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run of four groups."""
     return execute(tmp_path_factory.mktemp("runs"), "groups")
+
+
+def held(run: Path) -> Coordinates:
+    """The coordinates of the v that clients hold."""
+    loaded = load_run(run)
+    method: Any = method_of(loaded)
+    return coordinates(seen_of(loaded, "it"), method, method.coefficients)
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -97,7 +107,7 @@ def as_held(simulation: Any) -> None:
 
 
 def test_coordinates_are_the_models_in_an_orthonormal_basis(run: Path) -> None:
-    of = coordinates(load_run(run))
+    of = held(run)
     _, simulation = open_run(run, "test")
     as_held(simulation)
     names = simulation.task.need_head()
@@ -112,12 +122,15 @@ def test_coordinates_are_the_models_in_an_orthonormal_basis(run: Path) -> None:
 
 def test_the_true_groups_are_found(run: Path) -> None:
     before = hashes(run)
-    of = coordinates(load_run(run))
+    of = held(run)
     found = structure(of)
     assert found.k == 4 and found.rand_index is not None and found.rand_index >= 0.9
     assert found.silhouette is not None and found.silhouette > 0.4
     assert "the true groups are found" in sentence(of, found)
-    again = refreshed(open_run(run, "test")[1])
+    loaded, simulation = load_run(run), open_run(run, "test")[1]
+    method: Any = simulation.method
+    models = refitted(simulation, panels_of(loaded)[0])
+    again = solved_again(seen_of(loaded, "it", models), method.factorised)
     assert again.refreshed and (structure(again).rand_index or 0.0) >= 0.9
     assert hashes(run) == before
 
@@ -130,7 +143,7 @@ def test_every_form_is_read_in_its_present_gauge(form: str, tmp_path: Path) -> N
         "joint": ["method.name=pfl-mf-joint", "method.rank=3", "train.participation=0.2"],
     }[form]
     where = execute(tmp_path, "run", "rounds=3", "data.limit=300", "model.hidden=[8]", *more)
-    of = coordinates(load_run(where))
+    of = held(where)
     _, simulation = open_run(where, "test")
     as_held(simulation)
     method: Any = simulation.method
@@ -157,7 +170,8 @@ def test_structure_bears_any_points() -> None:
         structure(Coordinates(blobs, None, 1), 16)
     wrong = structure(Coordinates(blobs, np.arange(15) % 3, 1))
     assert "not found" in sentence(Coordinates(blobs, np.arange(15) % 3, 1, 2), wrong)
-    assert norms([{"round": 1}, {"round": 2, "monitor": {"U_norm": 3.0, "U_condition": None}}])["round"] == []
+    lines: list[dict[str, Any]] = [{"round": 1}, {"round": 2, "monitor": {"U_norm": 3.0, "U_condition": None}}]
+    assert norms(Seen("it", 2, 0, ("a",), None, lines, monitored(lines), {}, {}, tuple))["round"] == []
 
 
 # ------------------------------------------------------------------------------------------------ command
@@ -185,7 +199,7 @@ def test_command_prints_writes_and_leaves_the_run_alone(run: Path, tmp_path: Pat
 def test_command_errors_are_one_sentence(run: Path, tmp_path: Path) -> None:
     other = execute(tmp_path, "other", "rounds=1", "data.limit=300", "method.name=fedavg")
     for arguments, says in (
-        ([str(other)], "must be of pfl-mf. Got one of fedavg"),
+        ([str(other)], "with this panel: pfl-mf, pfl-mf-paper, pfl-mf-joint. Got one of fedavg"),
         ([str(tmp_path / "none")], "must be a run directory"),
         ([str(run), "--clusters", "21", "--out", str(tmp_path / "x")], "at most the number of clients, 20"),
     ):
@@ -214,21 +228,22 @@ def test_page_bears_a_missing_or_damaged_checkpoint(run: Path, tmp_path: Path) -
         (copy / name).write_bytes((run / name).read_bytes())
 
     def section() -> str:
-        words = well_formed(_coordinates(group([load_run(copy)])))
-        assert "The clients' coordinates" in words and str(tmp_path) not in words
+        words = well_formed(panels(group([load_run(copy)])))
+        assert str(tmp_path) not in words
         return words
 
-    assert "must have a checkpoint. Got none" in section()
+    said = section()
+    assert "The clients' coordinates" in said and "must have a checkpoint. Got none" in said
     for path in (run / "checkpoints").glob("*-*"):
         (copy / "checkpoints" / path.name).write_bytes(path.read_bytes()[:-7])
     assert "No coordinates of pfl-mf" in section()
     spoilt = {**loaded.result, "config": {**loaded.config, "method": {"name": "pfl-mf", "rank": "<b>"}}, "names": 3}
     (copy / "result.json").write_text(json.dumps(spoilt))
-    assert "No coordinates" in well_formed(write_page([load_run(copy)], tmp_path / "page.html").read_text())
-    assert "No coordinates of pfl-mf" in section()
+    assert "No panels of pfl-mf" in well_formed(write_page([load_run(copy)], tmp_path / "page.html").read_text())
+    assert "rank must be" in section()
 
 
 def test_page_of_other_methods_has_no_such_section(run: Path) -> None:
     loaded = load_run(run)
-    other = type(loaded)(None, {**loaded.result, "method": "fedavg"}, loaded.lines)
-    assert _coordinates(group([other])) == ""
+    other = {**loaded.result, "method": "fedavg", "config": {"method": {"name": "fedavg"}}}
+    assert panels(group([type(loaded)(None, other, loaded.lines)])) == ""

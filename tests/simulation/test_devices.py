@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import call, make_data
+from conftest import call, make_data, method_of
 from fedspan.config import assemble, from_dict
 from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
@@ -46,12 +46,18 @@ def test_operations_are_those_of_the_products() -> None:
 
 
 def test_a_smaller_rank_costs_less() -> None:
-    found = [measure(FedAra(ratio=r, layers=("2",), rho=0.0), wide(), make_data(), 3, TRAIN) for r in (1.0, 0.3, 0.1)]
+    found = [
+        measure(method_of(FedAra, ratio=r, layers=("2",), rho=0.0), wide(), make_data(), 3, TRAIN)
+        for r in (1.0, 0.3, 0.1)
+    ]
     for a, b in pairwise(found):
         assert a.flops > b.flops and a.memory > b.memory and a.up > b.up
     assert found[0].up - found[1].up == 8 * (40 * 40 - 12 * 80)
     # The decay of the product takes 2 r² (m + n) products in a step, and half of that in every other one.
-    decayed = [measure(FedAra(ratio=0.3, layers=("2",), decay_every=k), wide(), make_data(), 3, TRAIN) for k in (1, 2)]
+    decayed = [
+        measure(method_of(FedAra, ratio=0.3, layers=("2",), decay_every=k), wide(), make_data(), 3, TRAIN)
+        for k in (1, 2)
+    ]
     once = 2 * 2 * 12**2 * 80
     assert [round(4 * (c.flops - found[1].flops)) for c in decayed] == [2 * once, once]
     # Coded parts are counted as they travel.
@@ -62,31 +68,31 @@ def test_a_smaller_rank_costs_less() -> None:
 
 
 def test_every_client_gets_the_largest_rank_it_can_afford() -> None:
-    data, task, method = make_data(equal=True), wide(), FedAra(layers=("2",), rho=0.0)
+    data, task, method = make_data(equal=True), wide(), method_of(FedAra, layers=("2",), rho=0.0)
     costs = {r: measure(method.with_ratios((r,)), task, data, 0, TRAIN) for r in (1.0, 0.3, 0.1)}
     n = len(data.train[0])
     # Device k needs a second for ratio k, and has no time to send.
     gflops = tuple(c.flops * n / 1e9 for c in costs.values())
     devices = Devices(gflops=(*gflops, gflops[2] / 2), mbps=(1e9,), round_seconds=1.001, ratios=(0.1, 1.0, 0.3))
     chosen, choices = assign(method, task, data, devices, TRAIN)
-    assert isinstance(chosen, FedAra) and chosen.ratio == (1.0, 0.3, 0.1, 0.1, 1.0, 0.3, 0.1)
+    assert isinstance(chosen, FedAra) and chosen.ranks.ratio == (1.0, 0.3, 0.1, 0.1, 1.0, 0.3, 0.1)
     assert [c.fits for c in choices] == [True, True, True, False, True, True, True]
     assert [round(c.seconds or 0.0, 2) for c in choices[:4]] == [1.0, 1.0, 1.0, 2.0]
     # Memory alone; and what is sent takes time.
     tight = Devices(memory_mb=(costs[1.0].memory / 1e6, costs[0.3].memory / 1e6), ratios=(1.0, 0.3, 0.1))
-    assert assign(method, task, data, tight, TRAIN)[0].ratios[:2] == (1.0, 0.3)  # type: ignore[attr-defined]
+    assert assign(method, task, data, tight, TRAIN)[0].ranks.ratios[:2] == (1.0, 0.3)  # type: ignore[attr-defined]
     up = costs[0.3].up + costs[0.3].down
     slow = Devices(gflops=(1e6,), mbps=(8 * up / 1e6,), round_seconds=1.001, ratios=(1.0, 0.3, 0.1))
-    assert set(assign(method, task, data, slow, TRAIN)[0].ratios) == {0.3}  # type: ignore[attr-defined]
+    assert set(assign(method, task, data, slow, TRAIN)[0].ranks.ratios) == {0.3}  # type: ignore[attr-defined]
     # FedHM has its own name for a ratio; FedAvg has none.
-    hm = assign(FedHM(layers=("2",)), task, data, slow, TRAIN)[0]
+    hm = assign(method_of(FedHM, layers=("2",)), task, data, slow, TRAIN)[0]
     assert isinstance(hm, FedHM) and all(rho > 1 for rho in hm.rhos)
     plain, unfit = assign(FedAvg(), task, data, slow, TRAIN)
     assert plain == FedAvg() and unfit[0].ratio is None and not unfit[0].fits
 
 
 def test_a_round_lasts_as_long_as_its_slowest_participant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, task, method = make_data(), wide(), FedAra(ratio=(1.0, 0.3), layers=("2",))
+    data, task, method = make_data(), wide(), method_of(FedAra, ratio=(1.0, 0.3), layers=("2",))
     devices = Devices(gflops=(0.01, 0.001), mbps=(1.0, 0.1, 1.0))
 
     def run(rounds: int) -> Simulation:
@@ -137,7 +143,7 @@ def test_an_experiment_says_what_devices_there_are(tmp_path: Path) -> None:
     config = from_dict(EXPERIMENT)
     assert from_dict(config.to_dict()) == config and "devices" not in from_dict({}).to_dict()
     method, _, _ = assemble(config)
-    assert isinstance(method, FedAra) and method.ratio == (1.0, 0.1, 1.0, 0.1)
+    assert isinstance(method, FedAra) and method.ranks.ratio == (1.0, 0.1, 1.0, 0.1)
     file = tmp_path / "e.toml"
     file.write_text(
         'rounds = 1\n[data]\nsource = "digits"\nlimit = 200\n[partition]\nkind = "iid"\nclients = 4\n[model]\n'
@@ -154,9 +160,9 @@ def test_an_experiment_says_what_devices_there_are(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"gflops": (1.0,)}, "gflops and mbps must be given together"),
-        ({"gflops": (0.0,), "mbps": (1.0,)}, "gflops must be finite numbers > 0. Got [0.0]"),
+        ({"gflops": (0.0,), "mbps": (1.0,)}, "gflops must be a list of finite numbers > 0. Got [0.0]"),
         ({"round_seconds": 1.0}, "round_seconds must be a number > 0, with gflops and mbps. Got 1.0"),
-        ({"ratios": (2.0,)}, "ratios must be one or more numbers in (0, 1]. Got [2.0]"),
+        ({"ratios": (2.0,)}, "ratios must be a list of one or more numbers in (0, 1]. Got [2.0]"),
     ],
 )
 def test_devices_that_cannot_be(fields: dict[str, object], message: str) -> None:

@@ -38,10 +38,11 @@ def hashes(checkout: Path) -> Hashes:
 
 def inside(out: Path) -> None:
     """Compute the hashes of whatever fedspan is on the path."""
-    from conftest import make_data, make_task
-    from fedspan import make, simulate, tree
     from flower_grid import deployed, held_by
     from test_all_methods import TABLE
+
+    from conftest import make_data, make_task
+    from fedspan import make, simulate, tree
 
     found: Hashes = {}
     grids: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,21 +19,24 @@ from fedspan.storage.atomic import write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fedspan.report.matching_panel import Found, Matching
-    from fedspan.report.subspace_panel import Coordinates, Structure
+    from fedspan.method.panels import Models, Panel
+    from fedspan.report.runs import Run
     from fedspan.simulation.simulator import Simulation
     from fedspan.studies.theory.outcome import Outcome
 
 
-_CLIENTS = 40  # lines of a table
+_ROWS = 40  # of a table
 
 
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for subspace.json and figures; default RUN-subspace.")]
+PanelsOut = Annotated[
+    Path | None, typer.Option("--out", help="Folder for a folder per panel; default RUN-PANEL each, beside RUN.")
+]
 MatchOut = Annotated[
     Path | None, typer.Option("--out", help="Folder for matching.json, figures; default RUN-matching.")
 ]
 Clusters = Annotated[int | None, typer.Option("--clusters", help="k of k-means; default: the true groups.", min=1)]
-Refresh = Annotated[bool, typer.Option("--refresh", help="First let every client solve for its v again.")]
+Refresh = Annotated[bool, typer.Option("--refresh", help="First let every client fit its model again.")]
 Kinds = Annotated[list[Picture] | None, typer.Option("--format", help="png (default), svg, pdf; may be repeated.")]
 
 Source = Annotated[str, typer.Option("--source", help="Where samples come from, see `fedspan data`.")]
@@ -46,7 +49,7 @@ Many = Annotated[int, typer.Option("--many", help="Samples of the large set.")]
 TrainEpochs = Annotated[int, typer.Option("--epochs", help="Epochs of training.")]
 Every = Annotated[int, typer.Option("--every", help="Look at the Hessian every so many epochs.")]
 Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds.")]
-Lr = Annotated[float, typer.Option("--lr", help="Step size of SGD, minibatches of 32.")]
+Lr = Annotated[float, typer.Option("--lr", help="Learning rate of SGD, minibatches of 32.")]
 Samples = Annotated[int, typer.Option("--samples", help="Random vectors for the Frobenius norm where H is not exact.")]
 HessianOut = Annotated[Path | None, typer.Option("--out", help="Folder to write to; default runs/hessian-rank.")]
 UpdateOut = Annotated[Path | None, typer.Option("--out", help="Folder to write to; default RUN-update-rank.")]
@@ -60,60 +63,98 @@ def _analyse() -> None:
 
 
 @analyse.command()
+def panels(
+    run: RunPath, out: PanelsOut = None, clusters: Clusters = None, refresh: Refresh = False, kinds: Kinds = None
+) -> None:
+    """Everything a run's method shows of itself: each of its panels in a folder of its own."""
+    from fedspan.report.registered import panels_of
+    from fedspan.report.runs import load_run
+
+    loaded = load_run(run)
+    brought = panels_of(loaded)
+    if not brought:
+        say(f"{loaded.method} brings no panels.")
+    for panel in brought:
+        where = _beside(run, None, panel.name) if out is None else user_path(out, "--out") / panel.name
+        _look(run, loaded, panel, where, clusters, refresh, kinds)
+
+
+@analyse.command()
 def subspace(
     run: RunPath, out: Out = None, clusters: Clusters = None, refresh: Refresh = False, kinds: Kinds = None
 ) -> None:
-    """Where the clients of a pfl-mf run lie in the shared subspace, whether they form groups, and its spectrum."""
-    from fedspan.report import subspace_panel as look
-    from fedspan.report.runs import load_run
-
-    where = _beside(run, out, "subspace")
-    loaded = load_run(run)
-    if not look.is_subspace(loaded):
-        raise ConfigError(f"analyse subspace: the run must be of pfl-mf. Got one of {loaded.method}.")
-    of = refreshed(open_run(run, "analyse")[1]) if refresh else look.coordinates(loaded)
-    found, over = look.structure(of, clusters), look.norms(loaded.lines)
-    show(table(["", ""], _rows(of, found, over)))
-    say(look.sentence(of, found))
-    if of.untrained:
-        note("--refresh lets clients that never took part solve for their v first.")
-    where.mkdir(parents=True, exist_ok=True)
-    _write(where / "subspace.json", facts(of, found, over, loaded.result["names"]))
-    figures = {
-        "embedding": lambda: look.embedding_figure(of, found),
-        "singular_values": lambda: look.spectrum_figure(found),
-        "norms": lambda: look.norms_figure(over),
-    }
-    _draw(figures, where, kinds)
-    say(f"Figures and subspace.json: {where}")
+    """Where the clients of a run lie in the subspace they share, whether they form groups, and its spectrum."""
+    _panel(run, "subspace", out, clusters, refresh, kinds)
 
 
 @analyse.command()
 def matching(run: RunPath, out: MatchOut = None, kinds: Kinds = None) -> None:
-    """Who was matched with whom in a factorized-fl run, how alike the clients are, and whether groups are found."""
-    from fedspan.report import matching_panel as look
-    from fedspan.report.measures import monitored
+    """Who was matched with whom in a run, how alike the clients are, and whether groups are found."""
+    _panel(run, "matching", out, None, False, kinds)
+
+
+def _panel(
+    run: Path, name: str, out: Path | None, clusters: int | None, refresh: bool, kinds: list[Picture] | None
+) -> None:
+    """One panel of a run, which its method must bring."""
+    from fedspan.report.registered import methods_with, panels_of
     from fedspan.report.runs import load_run
 
-    where = _beside(run, out, "matching")
+    where = _beside(run, out, name)
     loaded = load_run(run)
-    of = look.matching(loaded)
-    found, kept = look.found_in(of), look.history(loaded.lines, len(of.names))
-    over = monitored(loaded.lines)
-    titles, rows = _partners(of, found)
-    show(table(titles, rows[:_CLIENTS], right=(2,)))
-    if len(rows) > _CLIENTS:
-        say(f"({_CLIENTS} of {len(rows)} clients; matching.json holds all)")
-    say(look.sentence(of, found))
+    panel = next((p for p in panels_of(loaded) if p.name == name), None)
+    if panel is None:
+        brought = ", ".join(methods_with(name))
+        raise ConfigError(
+            f"analyse {name}: the run must be of a method with this panel: {brought}. Got one of {loaded.method}."
+        )
+    _look(run, loaded, panel, where, clusters, refresh, kinds)
+
+
+def _look(
+    run: Path, loaded: Run, panel: Panel, where: Path, clusters: int | None, refresh: bool, kinds: list[Picture] | None
+) -> None:
+    """What a panel finds in a run, on the terminal, as JSON and as figures."""
+    from fedspan.report.charts import figure_of
+    from fedspan.report.registered import seen_of
+
+    models = refitted(open_run(run, "analyse")[1], panel) if refresh else None
+    found = panel.look(seen_of(loaded, loaded.method, models, clusters))
+    show(table(found.titles, found.table[:_ROWS], right=found.numbers))
+    if len(found.table) > _ROWS:
+        say(f"({_ROWS} of {len(found.table)} rows; {panel.name}.json holds all)")
+    say(found.says)
+    if found.note:
+        note(found.note)
     where.mkdir(parents=True, exist_ok=True)
-    _write(where / "matching.json", look.facts(of, found, loaded.lines))
-    figures: dict[str, Callable[[], Figure]] = {"matching": lambda: look.matching_figure(of)}
-    if kept:
-        figures["likeness_over_rounds"] = lambda: look.history_figure(of, kept)
-    if over:
-        figures["monitor"] = lambda: look.curves_figure(over)
-    _draw(figures, where, kinds)
-    say(f"Figures and matching.json: {where}")
+    _write(where / f"{panel.name}.json", found.facts)
+    _draw({drawing.name: partial(figure_of, drawing) for drawing in found.drawings}, where, kinds)
+    say(f"Figures and {panel.name}.json: {where}")
+
+
+def refitted(simulation: Simulation, panel: Panel) -> Models:
+    """Every client's model, fitted anew as a panel says; the run itself is not changed.
+
+    Raises:
+        ConfigError: if the panel does not say how.
+    """
+    import torch
+
+    from fedspan import tree, wire
+    from fedspan.method.panels import Models
+
+    if panel.refit is None:
+        raise ConfigError(f"analyse {panel.name}: --refresh needs a method that can fit models anew. Leave it out.")
+    engine, record, t = simulation.engine, simulation.record, simulation.record.progress.round
+    weights = []
+    for i in range(simulation.data.clients):
+        capacity = record.capacity(i)
+        task = engine.model(capacity)
+        down = engine.able.download(record.server, torch.tensor([i]), capacity, t, use=True)
+        visit = engine.visit(capacity, t, i, panel.refit.plan(task), record.common)
+        both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, engine.able.coded.codecs(t))
+        weights.append(tree.detach(panel.refit.fit(task, record.row(i), both, visit)))
+    return Models(engine.model(record.capacity(0)), weights)
 
 
 @analyse.command("hessian-rank")
@@ -146,7 +187,7 @@ def hessian_rank(
 
 @analyse.command("update-rank")
 def update_rank(run: RunPath, out: UpdateOut = None, kinds: Kinds = None) -> None:
-    """The rank of what a run of fedloru (or its kin) has added to each weight, round by round; replays the run."""
+    """The rank of what a run with low-rank updates has added to each weight, round by round; replays the run."""
     from fedspan.studies.theory import update_rank as look
 
     where = _beside(run, out, "update-rank")
@@ -163,17 +204,6 @@ def _conclude(outcome: Outcome, where: Path, name: str, kinds: list[Picture] | N
     say(f"Figure and {name}.json: {where}")
 
 
-def _partners(of: Matching, found: Found) -> tuple[list[str], list[list[str]]]:
-    """A line per client: its group, how many others it received from, and the most frequent of them."""
-    rows = []
-    for k in of.order:
-        often = ", ".join(f"{of.names[i]} ({of.matched[k, i]:.0f})" for i in found.partners[k])
-        group = "n/a" if of.groups is None else str(of.groups[k])
-        others = int((of.matched[k] > 0).sum()) - int(of.matched[k, k] > 0)
-        rows.append([of.names[k], group, str(others), often or "nobody"])
-    return ["client", "group", "received from", "most often from (times)"], rows
-
-
 def _beside(run: Path, out: Path | None, what: str) -> Path:
     """The folder for what is found: as asked for, or beside the run."""
     base = run if run.name not in ("", "..") else run.resolve()
@@ -188,72 +218,5 @@ def _draw(figures: Mapping[str, Callable[[], Figure]], where: Path, kinds: list[
             save(draw, where / f"{name}.{kind.value}")
 
 
-def refreshed(simulation: Simulation) -> Coordinates:
-    """The coordinates after every client has solved for its v on the final U; the run itself is not changed."""
-    import numpy as np
-    import torch
-
-    from fedspan import tree
-    from fedspan.methods import PflMf
-    from fedspan.report.subspace_panel import Coordinates
-
-    method, record, data = simulation.method, simulation.record, simulation.data
-    assert isinstance(method, PflMf)
-    engine = replace(simulation.engine, method=replace(method, refresh=True))
-    names, t = method.factorised(simulation.task), record.progress.round
-    Q = torch.linalg.qr(record.server["U"].double()).Q
-    down = dict(method.download(record.server, torch.tensor([0]), None, t).shared)
-    rows = []
-    for i in range(data.clients):
-        weights = engine.personal(None, t, i, record.row(i), down, record.common)
-        rows.append(Q.T @ tree.ravel(tree.select(weights, names)).double())  # Qᵀ θ_i = R_U v_i
-    groups = None if data.groups is None else data.groups.numpy().astype(np.int64)
-    return Coordinates(torch.stack(rows).numpy(), groups, t, refreshed=True)
-
-
-def _rows(of: Coordinates, found: Structure, over: dict[str, list[float]]) -> list[tuple[str, str]]:
-    groups = "not known" if of.groups is None else str(len(set(of.groups.tolist())))
-    values = ", ".join(f"{v:.3g}" for v in found.singular_values[:8])
-    rows = [
-        ("after round", str(of.round)),
-        ("coefficients", "solved again for every client" if of.refreshed else "as the clients hold them"),
-        ("clients, rank, true groups", f"{len(of.points)}, {of.points.shape[1]}, {groups}"),
-        ("clusters (k-means)", str(found.k)),
-        ("silhouette", "n/a" if found.silhouette is None else f"{found.silhouette:.3f}"),
-        ("adjusted Rand index", "n/a" if found.rand_index is None else f"{found.rand_index:.3f}"),
-        ("variance in the plane", f"{sum(found.shares):.1%}"),
-        ("singular values of [θ_i]", values + (", …" if len(found.singular_values) > 8 else "")),
-        ("effective rank", f"{found.effective_rank:.2f}"),
-    ]
-    for name, what in (("U_norm", "norm of U"), ("U_condition", "condition of U")):
-        if over[name]:
-            first, last = (f"{v:.3g} (round {r:.0f})" for v, r in ((over[name][k], over["round"][k]) for k in (0, -1)))
-            rows.append((what, f"{first} → {last}"))
-    return rows
-
-
-def facts(of: Coordinates, found: Structure, over: dict[str, list[float]], names: list[str]) -> dict[str, Any]:
-    """What `subspace.json` holds."""
-    return {
-        "round": of.round,
-        "refreshed": of.refreshed,
-        "untrained": of.untrained,
-        "k": found.k,
-        "silhouette": found.silhouette,
-        "adjusted_rand_index": found.rand_index,
-        "variance_shares": list(found.shares),
-        "singular_values": found.singular_values.tolist(),
-        "effective_rank": found.effective_rank,
-        "monitor": over,
-        "clients": {
-            "name": names,
-            "group": None if of.groups is None else of.groups.tolist(),
-            "cluster": found.clusters.tolist(),
-            "plane": found.plane.tolist(),
-            "coordinates": of.points.tolist(),
-        },
-    }
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
+def _write(path: Path, values: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(values, indent=1, allow_nan=False) + "\n")

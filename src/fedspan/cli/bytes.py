@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedspan.data.federated import FederatedData
     from fedspan.learn.task import Task
     from fedspan.method import Method
+    from fedspan.methods.byte_rules import ByteRule
     from fedspan.tree import Tree
 
 Rule = Annotated[
@@ -24,36 +25,6 @@ Rule = Annotated[
         "--rule", help="own: what really travels. published: as the method's paper, or a paper by name, counts."
     ),
 ]
-
-
-@dataclass(frozen=True)
-class Published:
-    """How a paper counts bytes where that is not what travels: which methods, in which words."""
-
-    paper: str
-    methods: tuple[str, ...]
-    words: str
-    trained_only: bool = False  # what is trained, twice, whoever was really asked; otherwise buffers are added
-
-
-# One entry per paper: its rule goes for its own methods and for the baselines of its tables.
-RULES: dict[str, Published] = {
-    "factorized-fl": Published(
-        "Jeong and Hwang, NeurIPS 2022",
-        (
-            *("factorized-fl-alpha", "factorized-fl-beta", "factorized-fedavg", "factorized-local"),
-            *("fedavg", "fedprox", "pfedpara", "local"),
-        ),
-        "buffers of batch normalisation count with every transfer, the first download is free, indices are free",
-    ),
-    "fedloru": Published(
-        "Park and Klabjan, 2024",
-        ("fedloru", "fedlora", "pfedloru", "mfedloru", "pfedlora1", "pfedlora2", "fedhm", "fedavg"),
-        "2 x clients x participation x parameters that a client uploads x their size x rounds; running statistics and"
-        " what is announced to all are free",
-        trained_only=True,
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -98,13 +69,14 @@ def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own") -> 
         note("Clients that do not answer are counted as if they did.")
 
 
-def find_rule(rule: str, method: str) -> Published | None:
+def find_rule(rule: str, method: str) -> ByteRule | None:
     """The rule of that name for a method; None is our own.
 
     Raises:
         ConfigError: if there is no such rule, or it does not speak of the method.
     """
     from fedspan.errors import ConfigError, nearest
+    from fedspan.methods.byte_rules import RULES
 
     if rule == "own":
         return None
@@ -119,7 +91,7 @@ def find_rule(rule: str, method: str) -> Published | None:
     raise ConfigError(f"bytes: {whose} speaks of method '{method}'; use --rule own.")
 
 
-def count(config: RunConfig, rule: Published | None = None) -> tuple[Method, Traffic]:
+def count(config: RunConfig, rule: ByteRule | None = None) -> tuple[Method, Traffic]:
     """Run one client of each capacity on two examples, and count what it received and sent."""
     from fedspan import wire
     from fedspan.cli.probe import probe

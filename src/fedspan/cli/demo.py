@@ -35,16 +35,19 @@ def demo(out: Out = None, rounds: Rounds = None, fresh: Fresh = False, quiet: Qu
 
 def lesson(accuracy: dict[str, float]) -> str:
     """What the numbers show; claims nothing that they do not."""
+    from fedspan.report.registered import role
+
+    alone, common, told = (next(k for k in accuracy if role(k) == what) for what in ("alone", "common", "told"))
     shown = {k: f"{k} {100 * v:.1f} %" for k, v in accuracy.items()}
-    bar = max(accuracy["local"], accuracy["fedavg"])
-    others = sorted(accuracy.keys() - {"local", "fedavg", "oracle"}, key=lambda k: -accuracy[k])
+    bar = max(accuracy[alone], accuracy[common])
+    others = sorted(accuracy.keys() - {alone, common, told}, key=lambda k: -accuracy[k])
     above, below = [[shown[k] for k in others if (accuracy[k] > bar) is side] for side in (True, False)]
     said = (
-        f"What to see: one model for all ({shown['fedavg']}) cannot please groups that disagree, and clients that train"
-        f" alone ({shown['local']}) have few examples."
+        f"What to see: one model for all ({shown[common]}) cannot please groups that disagree, and clients that train"
+        f" alone ({shown[alone]}) have few examples."
     )
     if above:
         said += f" Personal models that learn together are better than both: {', '.join(above)}."
     if below:
         said += f" Not better than both after these rounds: {', '.join(below)}."
-    return f"{said} What knowing the groups would give: {shown['oracle']}."
+    return f"{said} What knowing the groups would give: {shown[told]}."

@@ -43,9 +43,9 @@ def toy() -> tuple[Task, FederatedData]:
 
 def probe(method: Method, task: Task, data: FederatedData, client: int = 0, batch: int = 4) -> Payload:
     """Run one round of one client through the engine, as the simulator does."""
-    trial = try_round(method, task, data, client, batch)
-    sent = tree.take(trial.answer.sent, 0)
-    return Payload(trial.down, tree.take(trial.answer.rows, 0), sent.mean, sent.each)
+    tried = try_round(method, task, data, client, batch)
+    sent = tree.take(tried.answer.sent, 0)
+    return Payload(tried.down, tree.take(tried.answer.rows, 0), sent.mean, sent.each)
 
 
 def facts(name: str) -> dict[str, Any]:

@@ -25,7 +25,9 @@ Loss = Annotated[
 Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the table as CSV.", show_default=False)]
 Drawn = Annotated[
     Path | None,
-    typer.Option("--figure", help="Draw the way over bytes with the targets (.png, .pdf, .svg).", show_default=False),
+    typer.Option(
+        "--figure", help="Draw learning curves over bytes with the targets (.png, .pdf, .svg).", show_default=False
+    ),
 ]
 
 

@@ -12,7 +12,19 @@ from fedspan.method.capabilities import (
     Ranked,
     norm_of_state,
 )
-from fedspan.method.protocol import About, Capacity, ClientInfo, Down, Federation, Method, Round, Sent, Visit
+from fedspan.method.panels import Findings, Panel, Seen
+from fedspan.method.protocol import (
+    About,
+    Capacity,
+    ClientInfo,
+    Down,
+    Federation,
+    Method,
+    Round,
+    Sent,
+    Visit,
+    Yardstick,
+)
 
 __all__ = [
     "Abilities",
@@ -26,15 +38,19 @@ __all__ = [
     "Converts",
     "Down",
     "Federation",
+    "Findings",
     "Lifts",
     "Method",
     "Observed",
+    "Panel",
     "Ranked",
     "Round",
+    "Seen",
     "Sent",
     "Sharing",
     "Training",
     "Visit",
+    "Yardstick",
     "named_layers",
     "norm_of_state",
 ]

@@ -27,7 +27,7 @@ class Training(Method):
     """A method whose clients train by gradient steps."""
 
     lr: NonNegative = 0.1
-    """The clients' step size."""
+    """The clients' learning rate."""
     optimizer: Optimizer = Optimizer()
     """The clients' optimiser."""
 
@@ -95,7 +95,7 @@ class Sharing(Averaging, Adapts):
         return task.need_head() if self.private_head else []
 
     def split(self, task: Task, params: Params) -> tuple[Params, Params]:
-        """What is shared and what stays at home."""
+        """Split parameters into what is shared and what stays on the client."""
         mine = [*self.private(task), *(task.stats if self.local_stats else ())]
         return tree.without(params, mine), tree.select(params, mine)
 
@@ -127,6 +127,11 @@ class Sharing(Averaging, Adapts):
             own |= self.lift(sent.mean, down, capacity)
         return {k: own.get(k, v) for k, v in down.items()}
 
+    def train_together(self, task: Task, loss: Loss, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        """Train shared and private part together on the stream `train`; the private one is kept, the other one sent."""
+        theta, h = self.split(task, self.fit(loss, self.whole(client, down), visit["train"]))
+        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
         """One pass over the training data where statistics must be re-estimated."""
         return {"all": All()} if task.stats and self.local_stats else {}
@@ -138,13 +143,13 @@ class Sharing(Averaging, Adapts):
 
 
 def named_layers(method: Method, task: Task, prefixes: tuple[str, ...]) -> list[str]:
-    """Names of the parameters in layers that are to be personal.
+    """Names of the parameters that start with one of `prefixes`, the layers that are to be personal.
 
     Raises:
-        ConfigError: if there are none.
+        ConfigError: if there are prefixes and no such parameter.
     """
     names = [k for k in task.names if k.startswith(prefixes)]
-    if not names:
+    if prefixes and not names:
         raise ConfigError(
             f"{type(method).__name__}: personal_layers must begin the name of a parameter. Got {list(prefixes)}; the"
             f" model has {', '.join(task.names)}."

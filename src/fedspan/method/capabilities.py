@@ -23,6 +23,8 @@ from fedspan.wire import Codec
 if TYPE_CHECKING:
     from typing import Self
 
+    from fedspan.method.panels import Panel
+
 
 class Announces:
     """State that every client holds without being sent it each round: a frozen base model, a change of gauge."""
@@ -129,6 +131,10 @@ class Observed:
     def matrices(self, server: Tree) -> dict[str, Tensor]:
         """Matrices over the clients (similarity), kept at every evaluation of runs with up to 100 clients."""
         return {}
+
+    def panels(self) -> Sequence[Panel]:
+        """Sections that reports have on runs of this method, and subjects of `fedspan analyse`."""
+        return ()
 
 
 def norm_of_state(server: Tree) -> float:

@@ -1,9 +1,10 @@
 """Fields of a method: checked by their annotations, written as flat keys, each with a sentence for the reference.
 
-A field's annotation says what is allowed: `Annotated[float, Gt(0)]`, `Literal["a", "b"]`, `AtLeast1 | None`. Values
-that a method holds (its optimiser, its server's optimiser, its schedule) have several fields of their own; in an
-experiment file their keys stand beside the others (`momentum`, `server_lr`, `cycle`). `build` reads flat keys, `flat`
-writes them.
+A field's annotation says what is allowed: `Annotated[float, Gt(0)]`, `Literal["a", "b"]`, `AtLeast1 | None`,
+`Annotated[tuple[Share, ...], MinLen(1)]`. A number with limits is finite, unless infinity is one of them
+(`Le(math.inf)`). Values that a method holds (its optimiser, its server's optimiser, its schedule) have several fields
+of their own; in an experiment file their keys stand beside the others (`momentum`, `server_lr`, `cycle`). `build` reads
+flat keys, `flat` writes them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import functools
 import inspect
 import math
+import re
 import textwrap
 import types
 import typing
@@ -19,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedspan.errors import ConfigError, nearest
@@ -27,7 +29,9 @@ from fedspan.errors import ConfigError, nearest
 T = TypeVar("T")
 
 Positive: TypeAlias = Annotated[float, Gt(0)]
+"""A finite number above 0."""
 NonNegative: TypeAlias = Annotated[float, Ge(0)]
+"""A finite number of at least 0."""
 Fraction: TypeAlias = Annotated[float, Ge(0), Le(1)]
 """A number in [0, 1]."""
 Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
@@ -35,7 +39,9 @@ Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
 Decay: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 """A number in [0, 1): a momentum, a moving average's weight."""
 Count: TypeAlias = Annotated[int, Ge(0)]
+"""An integer of at least 0."""
 AtLeast1: TypeAlias = Annotated[int, Ge(1)]
+"""An integer of at least 1."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def _typed(key: Key, value: Any, who: str) -> Any:
     try:
         return _adapter(key.hint).validate_python(value)
     except ValidationError:
-        raise ConfigError(f"{who}: {key.name} must be {allowed(key.hint, value)}. Got {value!r}.") from None
+        raise _refused(who, key, value) from None
 
 
 @functools.cache
@@ -171,17 +177,30 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 # ------------------------------------------------------------------------------------------------ checking
 
 
+def _check_held(instance: Any, who: str) -> None:
+    """Refuse what a key holds in the place of the value that has the key: `optimizer="sgd"` for `Optimizer()`."""
+    for name in {key.path[0] for key in keys_of(type(instance)).values() if len(key.path) > 1}:
+        if not is_dataclass(held := getattr(instance, name)):
+            kind = typing.get_type_hints(type(instance))[name].__name__
+            raise ConfigError(f"{who}: {name} must be a {kind}, made with its own fields. Got {held!r}.")
+
+
 def check(instance: Any, who: str | None = None) -> None:
     """Check every field of a dataclass against its annotation.
 
     Raises:
         ConfigError: in one sentence that names the key, what is allowed and what was got.
     """
+    _check_held(instance, who or type(instance).__name__)
     for key in keys_of(type(instance)).values():
         value = key.of(instance)
         if not fits(key.hint, value):
-            name = who or type(instance).__name__
-            raise ConfigError(f"{name}: {key.name} must be {allowed(key.hint, value)}. Got {value!r}.")
+            raise _refused(who or type(instance).__name__, key, value)
+
+
+def _refused(who: str, key: Key, value: Any) -> ConfigError:
+    shown = list(value) if isinstance(value, tuple) else value  # as an experiment file writes it
+    return ConfigError(f"{who}: {key.name} must be {allowed(key.hint, value)}. Got {shown!r}.")
 
 
 def fits(hint: Any, value: Any) -> bool:
@@ -197,17 +216,10 @@ def fits(hint: Any, value: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(fits(a, value) for a in args)
     if origin is tuple:
-        return isinstance(value, tuple) and all(fits(args[0], v) for v in value) if args else isinstance(value, tuple)
+        long_enough = isinstance(value, tuple) and len(value) >= _shortest(limits)
+        return long_enough and all(fits(args[0], v) for v in value)
     if base in (int, float):
-        kinds = (int,) if base is int else (int, float)
-        if (
-            not isinstance(value, kinds)
-            or isinstance(value, bool)
-            or math.isnan(value)
-            or (limits and math.isinf(value))
-        ):
-            return False
-        return all(_within(limit, value) for limit in limits)
+        return _is_number(base, value) and _lets_in(limits, value)
     kind = origin or base
     return isinstance(value, kind) if isinstance(kind, type) else True
 
@@ -218,12 +230,27 @@ def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return hint, ()
 
 
-def _within(limit: Any, value: float) -> bool:
+def _is_number(base: type, value: Any) -> bool:
+    kinds = (int,) if base is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _lets_in(limits: Iterable[Any], value: float) -> bool:
+    bounds = [x for x in limits if isinstance(x, Gt | Ge | Lt | Le)]
+    if bounds and math.isinf(value) and not any(isinstance(x, Le) and _edge(x) == value for x in bounds):
+        return False  # a bound below does not let infinity in above
+    return all(_within(x, value) for x in bounds)
+
+
+def _within(limit: Gt | Ge | Lt | Le, value: float) -> bool:
     if isinstance(limit, Gt | Ge):
         return value > _edge(limit) if isinstance(limit, Gt) else value >= _edge(limit)
-    if isinstance(limit, Lt | Le):
-        return value < _edge(limit) if isinstance(limit, Lt) else value <= _edge(limit)
-    return True
+    return value < _edge(limit) if isinstance(limit, Lt) else value <= _edge(limit)
+
+
+def _shortest(limits: Iterable[Any]) -> int:
+    """How many values a list must have at least."""
+    return max((x.min_length for x in limits if isinstance(x, MinLen)), default=0)
 
 
 def allowed(hint: Any, value: Any = None) -> str:
@@ -235,8 +262,9 @@ def allowed(hint: Any, value: Any = None) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(allowed(a, value) for a in args if a is not type(None))
     if origin in (tuple, list):
-        inside = next((v for v in value if not fits(args[0], v)), None) if isinstance(value, tuple | list) else None
-        return f"a list of {_plural(allowed(args[0], inside)) if args else 'values'}"
+        inside = next((v for v in value if not fits(args[0], v)), 0) if isinstance(value, tuple | list) else None
+        least = {0: "", 1: "one or more "}.get(_shortest(limits), f"{_shortest(limits)} or more ")
+        return f"a list of {least}{_plural(allowed(args[0], inside))}"
     if base in (int, float):
         return _number(base, limits, isinstance(value, int | float) and not isinstance(value, bool))
     words = {str: "a string", bool: "true or false"}
@@ -246,16 +274,15 @@ def allowed(hint: Any, value: Any = None) -> str:
 def _number(base: type, limits: Iterable[Any], told: bool) -> str:
     low = next((x for x in limits if isinstance(x, Gt | Ge)), None)
     high = next((x for x in limits if isinstance(x, Lt | Le)), None)
+    bounds = [] if low is None else [f"{'>' if isinstance(low, Gt) else '>='} {_written(low)}"]
+    bounds += [] if high is None else [f"{'<' if isinstance(high, Lt) else '<='} {_written(high)}"]
     if base is int:
-        bounds = ([f">= {low.ge}"] if isinstance(low, Ge) else []) + ([f"<= {high.le}"] if isinstance(high, Le) else [])
         return f"an integer {' and '.join(bounds)}".strip()
-    if not told:
+    if not told or not bounds:
         return "a number"
     if low is not None and isinstance(high, Le):
-        return f"a number in {'(' if isinstance(low, Gt) else '['}{_edge(low):g}, {high.le:g}]"
-    bounds = [] if low is None else [f"{'>' if isinstance(low, Gt) else '>='} {_edge(low):g}"]
-    bounds += [] if high is None else [f"{'<' if isinstance(high, Lt) else '<='} {_edge(high):g}"]
-    return f"a finite number {' and '.join(bounds)}".strip()
+        return f"a number in {'(' if isinstance(low, Gt) else '['}{_written(low)}, {_written(high)}]"
+    return f"a finite number {' and '.join(bounds)}"
 
 
 def _edge(limit: Gt | Ge | Lt | Le) -> float:
@@ -263,5 +290,10 @@ def _edge(limit: Gt | Ge | Lt | Le) -> float:
     return float(getattr(limit, type(limit).__name__.lower()))
 
 
+def _written(limit: Gt | Ge | Lt | Le) -> str:
+    edge = getattr(limit, type(limit).__name__.lower())
+    return str(edge) if isinstance(edge, int) else f"{edge:g}"
+
+
 def _plural(words: str) -> str:
-    return {"an integer": "integers", "a number": "numbers", "a string": "strings"}.get(words, words)
+    return re.sub(r"^an? ((?:finite )?\w+)", r"\1s", words)

@@ -117,6 +117,16 @@ class ClientInfo:
     seed: int
 
 
+@dataclass(frozen=True)
+class Yardstick:
+    """What a method is to others in a comparison."""
+
+    role: Literal["alone", "common", "told"]
+    """`alone`: nothing is shared; `common`: one model for all; `told`: it knows what a method must find out."""
+    phrase: str
+    """What reports call it inside a sentence."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class About:
     """Constants of a method. What is left out is as the method's base has it; a function is asked with the method."""
@@ -137,11 +147,13 @@ class About:
     """Whether the model's last layer must have one row per class."""
     any_model: bool | None = None
     """Whether clients may have models of different kinds, with heads of one shape."""
+    yardstick: Yardstick | None = None
+    """What others are measured by it; never inherited: what extends a yardstick is a method like others."""
 
     def over(self, base: About) -> About:
         """This, with what it leaves out from `base`."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        return About(**{f.name: getattr(base, f.name) for f in fields(base)} | given)
+        return About(**{f.name: getattr(base, f.name) for f in fields(base) if f.name != "yardstick"} | given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +173,9 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "about" in cls.__dict__:
-            base = next(b.__dict__["about"] for b in cls.__mro__[1:] if "about" in b.__dict__)
-            cls.about = cls.__dict__["about"].over(base)
+        base = next(b.__dict__["about"] for b in cls.__mro__[1:] if "about" in b.__dict__)
+        if "about" in cls.__dict__ or base.yardstick is not None:
+            cls.about = cls.__dict__.get("about", About()).over(base)
 
     def __post_init__(self) -> None:
         check(self)

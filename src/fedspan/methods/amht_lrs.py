@@ -55,17 +55,30 @@ class AmhtLrs(Averaging, Adapts, Observed):
     about = About(family="pfl-mf", reference="Pal et al., AISTATS 2024")
 
     weighting: Literal["samples", "uniform"] = "uniform"
+    private_head: bool = False
+    """Must be false, as the head is U w + b."""
     rank: AtLeast1 = 4
+    """r, the dimension of the shared subspace."""
     sparsity: Count = 10
+    """The most entries of b, which are a client's own."""
     b_steps: Count = 5
+    """Gradient steps on b in a round."""
     threshold: NonNegative = 0.1
+    """Δ, the size that an entry of b must exceed after the first step of a round."""
     shrink: Positive = 0.5
+    """What the threshold is multiplied by with every step."""
     w_steps: Count = 10
+    """Newton steps on w in a round and before use; one solves for the squared error."""
     u_update: Literal["solve", "gradient"] = "solve"
+    """Whether the server solves for U, or takes a gradient step."""
     lr_w: NonNegative = 1.0
+    """Size of a step on w; 1 is Newton's."""
     lr_b: NonNegative = 1.0
+    """Size of a step on b; 1 is the inverse of the largest curvature."""
     lr_u: NonNegative = 1.0
+    """Size of the server's step on U; 1 goes all the way where it solves."""
     ridge: Positive = 1e-3
+    """What is added to a curvature before it is inverted, as a share of its mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

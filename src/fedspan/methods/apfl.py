@@ -33,11 +33,17 @@ class Apfl(Sharing):
     about = About(reference="Deng et al., 2020")
 
     alpha: Fraction = 0.5
+    """α at the start, the share of the local model in the personal one."""
     adaptive: bool = True
+    """Whether α is learnt; if not, it stays at `alpha`."""
     alpha_every: Literal["round", "step"] = "round"
+    """How often α takes a step: once a round on the first minibatch, or with every minibatch."""
     alpha_decay: NonNegative = 0.0
+    """Weight decay of α: so many times α is added to its gradient."""
     lr_alpha: NonNegative | None = None
+    """Learning rate of α; `lr` if not given."""
     mix: Literal["params", "logits"] = "params"
+    """Whether the parameters of the two models are mixed, or their outputs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.errors import ConfigError
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.task import Task
 from fedspan.method import About, Capacity, Down, Federation, Observed, Round, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Count, Decay
 from fedspan.tree import Tree
+
+Threshold: TypeAlias = Annotated[float, Ge(0), Le(math.inf)] | Literal["auto"]
+"""Infinity says always (ε₁) or never (ε₂)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class Cfl(Sharing, Observed):
     of each client, a and m = norm of the mean and largest norm of a cluster's updates in its last round.
     From round `start_round` a cluster of more than `min_size` known clients with a < ε₁ and m > ε₂ is split in two by
     the cosines of the updates: `complete` linkage as published code does, `single` linkage for the exact minimum of the
-    largest similarity across. The norms depend on model and step size (the authors' notebook: 0.4 and 1.6): `auto`
+    largest similarity across. The norms depend on model and learning rate (the authors' notebook: 0.4 and 1.6): `auto`
     takes ε₁ = 0.4 m₀ and ε₂ = 0.8 m₀ with m₀ the m of the first round. With `gamma_max` a split must also have γ = √((1
     − largest similarity across)/2) > γ_max. Clients not sampled are placed by their last known update; one never heard
     stays with the larger part, and at its first update to the cluster most like it. Kept: h, the private head if
@@ -36,20 +39,20 @@ class Cfl(Sharing, Observed):
     about = About(reference="Sattler et al., IEEE TNNLS 2021")
 
     local_stats: ClassVar[bool] = False
-    weighting: Literal["samples", "uniform"] = "uniform"
-    eps_1: float | Literal["auto"] = "auto"
-    eps_2: float | Literal["auto"] = "auto"
-    gamma_max: Decay | None = None
-    min_size: AtLeast1 = 2
-    start_round: Count = 20
-    linkage: Literal["complete", "single"] = "complete"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("eps_1", "eps_2"):
-            value = getattr(self, name)
-            if value != "auto" and not value >= 0:  # infinity is allowed: it says never (eps_2) or always (eps_1)
-                raise ConfigError(f"Cfl: {name} must be a number >= 0 or 'auto'. Got {value!r}.")
+    weighting: Literal["samples", "uniform"] = "uniform"
+    eps_1: Threshold = "auto"
+    """ε₁: a cluster is split only while its mean update's norm is below it; `auto`: 0.4 of round 1's largest."""
+    eps_2: Threshold = "auto"
+    """ε₂: a cluster is split only if its largest update's norm is above it; `auto`: 0.8 of round 1's."""
+    gamma_max: Decay | None = None
+    """γ_max, which γ = √((1 − largest similarity across)/2) of a split must exceed; not asked if not given."""
+    min_size: AtLeast1 = 2
+    """A cluster is split only if more than so many of its clients have been heard."""
+    start_round: Count = 20
+    """The first round in which clusters may be split."""
+    linkage: Literal["complete", "single"] = "complete"
+    """Linkage of the clustering that splits: `single` gives the exact minimum of the largest similarity across."""
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         theta, n = super().init_server(task, federation)["theta"], federation.clients
@@ -102,9 +105,7 @@ class Cfl(Sharing, Observed):
                     cluster = cluster.index_fill(0, torch.tensor([k]), self._nearest(S[k], cluster, heard, len(parent)))
         live = torch.zeros(len(parent), dtype=torch.bool).index_fill(0, moved, True)
         return {
-            **self.server.step(
-                models, {"theta": tree.add(theta, step)}, live
-            ),  # θ_c ← θ_c + mean of Δθ_k of its members
+            **self.server.step(models, {"theta": tree.add(theta, step)}, live),  # θ_c ← θ_c + mean of its members' Δθ_k
             "delta": delta,
             "cluster": cluster,
             "seen": seen,

@@ -26,8 +26,11 @@ class Ditto(Sharing):
     about = About(reference="Li et al., ICML 2021")
 
     lam: NonNegative = 1.0
+    """λ, how strongly the personal model is held to the global one; 0 is local training."""
     personal_epochs: Count = 1
+    """Epochs in which the personal model is trained in a round."""
     lr_personal: NonNegative | None = None
+    """The personal model's learning rate; `lr` if not given."""
 
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "personal": Epochs(self.personal_epochs)}

@@ -34,10 +34,15 @@ class FedAla(Sharing):
     about = About(reference="Zhang et al., AAAI 2023")
 
     top: Count = 2
+    """How many of the last parameter tensors are blended entry by entry; those below come from the global model."""
     lr_a: NonNegative = 1.0
+    """Learning rate of the blend's weights A."""
     share: Fraction = 0.8
+    """Share of the training data, drawn anew, on which the blend is learnt."""
     threshold: NonNegative = 0.1
+    """The first blend is settled once ten successive losses have a standard deviation below this."""
     start_passes: AtLeast1 = 20
+    """The most passes over that share in which the first blend is learnt."""
 
     def blended(self, task: Task, theta: Params) -> list[str]:
         """Names of the last `top` shared parameter tensors."""
@@ -78,9 +83,8 @@ class FedAla(Sharing):
             total = weight = torch.zeros_like(fresh, dtype=torch.float64)
             for batch in stream:
                 slope, value = gradient_and_value(loss, at(A), batch)
-                step = {
-                    k: (A[k] - self.lr_a * slope[k] * gap[k]).clamp(0, 1) for k in A
-                }  # W ← clip(W − η ∇L(Θ̂_i) ∘ (Θ − Θ_i))
+                # W ← clip(W − η ∇L(Θ̂_i) ∘ (Θ − Θ_i))
+                step = {k: (A[k] - self.lr_a * slope[k] * gap[k]).clamp(0, 1) for k in A}
                 A = tree.where(active & batch.live, step, A)
                 total, weight = total + value * batch.w.sum(), weight + batch.w.sum()
             losses.append(total / weight.clamp_min(1))

@@ -11,10 +11,14 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Batches, Epochs
 from fedspan.learn.server_optimizer import ServerOptimizer
+from fedspan.learn.sgd import Loss
 from fedspan.learn.task import Task
 from fedspan.method import About, ClientInfo, Sent, Sharing, Visit, named_layers
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
+
+SERVER = ServerOptimizer(rule="sgd", beta2=0.999, epsilon=1e-8, corrected=True, sgd_momentum=0.0)
+"""The server's SGD of step 1, and Adam with torch's constants and corrected moments for who asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,44 +33,55 @@ class FedSim(Sharing):
 
     about = About(reference="Pillutla et al., ICML 2022")
 
-    l2: NonNegative = 0.0
-    l2_towards: Literal["zero", "start"] = "zero"
-    server: ServerOptimizer = ServerOptimizer(rule="sgd", beta2=0.999, epsilon=1e-8, corrected=True, sgd_momentum=0.0)
     private_head: bool = True
+    server: ServerOptimizer = SERVER
+    l2: NonNegative = 0.0
+    """Weight of the term l2/2 ‖v − v₀‖² on the personal parameters v."""
+    l2_towards: Literal["zero", "start"] = "zero"
+    """v₀, where that term pulls them: zero, or their start."""
     personal_layers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of the parameters that stay on the client; none: as `private_head` says."""
 
     def private(self, task: Task) -> list[str]:
-        """The head, or the layers named."""
-        return named_layers(self, task, self.personal_layers) if self.personal_layers else super().private(task)
-
-    def objective(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        """The loss with the pull on v."""
-        loss = task.loss(params, batch)
-        if not self.l2:
-            return loss
-        v = tree.select(params, self.private(task))
-        origin = task.init() if self.l2_towards == "start" else tree.zeros_like(v)
-        return loss + self.l2 / 2 * sum((a - origin[k]).square().sum() for k, a in v.items())
+        """The layers named, or the head."""
+        return named_layers(self, task, self.personal_layers) or super().private(task)
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        both = self.fit(lambda p, b: self.objective(task, p, b), down["theta"] | client["h"], visit["train"])
-        u, h = self.split(task, both)
-        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": u})
+        return self.train_together(task, regularised(self, task), client, down, visit)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAlt(FedSim):
+class FedAlt(Sharing):
     """FedAlt. Pillutla et al., ICML 2022.
 
     As FedSim, but v is trained first, for `v_epochs` (at most `v_steps` minibatches) with u fixed, then u for
     `u_epochs` (default: the run's epochs) with v fixed. Not `stateful`: nothing is kept; v starts anew from the common
-    start in every round, and is fitted again whenever the model is used. Kept: h. Sent: theta.
+    start in every round, and is fitted again whenever the model is used. Symbols: theta = u, h = v_i, as in FedSim.
+    Kept: h. Sent: theta.
     """
 
+    about = About(reference="Pillutla et al., ICML 2022")
+
+    private_head: bool = True
+    server: ServerOptimizer = SERVER
+    l2: NonNegative = 0.0
+    """Weight of the term l2/2 ‖v − v₀‖² on the personal parameters v."""
+    l2_towards: Literal["zero", "start"] = "zero"
+    """v₀, where that term pulls them: zero, or their start."""
+    personal_layers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of the parameters that stay on the client; none: as `private_head` says."""
     v_epochs: Count = 1
+    """Epochs in which the personal parameters v are trained, with the shared ones fixed."""
     u_epochs: Count | None = None
+    """Epochs in which the shared parameters u are trained, with the personal ones fixed; the run's if not given."""
     v_steps: Count | None = None
+    """The most minibatches of a round that v is trained on; all of its epochs if not given."""
     stateful: bool = True
+    """Whether v is kept from round to round; if not, it is fitted anew in every round and at every use."""
+
+    def private(self, task: Task) -> list[str]:
+        """The layers named, or the head."""
+        return named_layers(self, task, self.personal_layers) or super().private(task)
 
     def plan(self) -> Mapping[str, Amount]:
         return {"v": Epochs(self.v_epochs), "u": Epochs(self.u_epochs)}
@@ -82,7 +97,8 @@ class FedAlt(FedSim):
 
     def _fit_v(self, task: Task, u: Params, h: Params, stream: Batches) -> Params:
         stream = stream if self.v_steps is None else stream.first(self.v_steps)
-        return self.fit(lambda h, b: self.objective(task, u | h, b), h, stream)
+        loss = regularised(self, task)
+        return self.fit(lambda h, b: loss(u | h, b), h, stream)
 
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
         return {**super().personal_plan(task), **({} if self.stateful else {"v": Epochs(self.v_epochs)})}
@@ -91,3 +107,17 @@ class FedAlt(FedSim):
         if not self.stateful:
             client = {"h": self._fit_v(task, down["theta"], self.split(task, task.init())[1], visit["v"])}
         return super().personal(task, client, down, visit)
+
+
+def regularised(method: FedSim | FedAlt, task: Task) -> Loss:
+    """The loss, with l2/2 ‖v − v₀‖² on the personal parameters v."""
+    if not method.l2:
+        return task.loss
+    names = method.private(task)
+    origin = task.init() if method.l2_towards == "start" else tree.zeros_like(tree.select(task.init(), names))
+
+    def pulled(params: Params, batch: Batch) -> Tensor:
+        far = sum((a - origin[k]).square().sum() for k, a in tree.select(params, names).items())
+        return task.loss(params, batch) + method.l2 / 2 * far
+
+    return pulled

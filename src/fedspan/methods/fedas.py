@@ -43,9 +43,13 @@ class FedAs(Sharing):
 
     private_head: bool = True
     fisher: bool = True
+    """Whether clients count by the trace of their Fisher information; if not, as `weighting` says."""
     align: Literal["class-mean", "example"] = "class-mean"
+    """What comes near a class's mean feature under the last body: the mean of a minibatch, or every example."""
     align_epochs: Count = 1
+    """Epochs of alignment before training, and before use."""
     lr_align: NonNegative = 0.01
+    """Learning rate of the alignment."""
 
     def plan(self) -> Mapping[str, Amount]:
         return {"align": Epochs(self.align_epochs), "train": Epochs(), "all": All()}

@@ -25,8 +25,12 @@ class FedBabu(Sharing):
 
     about = About(reference="Oh et al., ICLR 2022")
 
+    private_head: bool = False
+    """Plays no part: the head is never sent."""
     finetune_epochs: Count = 5
+    """Epochs in which a client fine-tunes the model before use; the result is thrown away afterwards."""
     finetune: Literal["all", "head", "body"] = "all"
+    """What is fine-tuned before use: all parameters, the head, or the body."""
 
     def private(self, task: Task) -> list[str]:
         """The head is never sent."""

@@ -57,10 +57,15 @@ class FedCollab(Sharing, Announces, Observed):
     about = About(reference="Bao et al., ICML 2023", needs_classes=True)
 
     local_stats: ClassVar[bool] = False
+
     distance_rounds: Annotated[int, Ge(2)] = 10
+    """Rounds in which pairs of clients learn to tell their data apart, before coalitions are formed."""
     distance_hidden: AtLeast1 = 200
+    """Units in the hidden layer of a pair's discriminator."""
     lr_distance: NonNegative = 0.1
+    """Learning rate of the discriminators."""
     weight_of_samples: NonNegative = 8.0
+    """C, how much a coalition's number of examples counts against the distances within it."""
 
     def common(self, task: Task, federation: Federation) -> Tree:
         return {"key": key(federation.seed, "discriminator")}

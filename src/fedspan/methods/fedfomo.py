@@ -35,9 +35,13 @@ class FedFomo(Sharing, Observed):
 
     weighting: Literal["samples", "uniform"] = "uniform"
     models: Count = 5
+    """M, the number of other clients' models that a client receives in a round."""
     validation: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Share of its training data that a client holds out to judge the models by."""
     epsilon: Fraction = 0.3
+    """ε, the probability in the first round that one of the M models is a random one."""
     epsilon_decay: NonNegative = 0.05
+    """What is taken from ε with every round, until it is 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

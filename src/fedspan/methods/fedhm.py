@@ -5,41 +5,82 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, MinLen
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.layers import Plain, Which
+from fedspan.layers import Chosen, Plain, Which
+from fedspan.layers.decay import fit_decayed
+from fedspan.learn.batches import Batches
+from fedspan.learn.optimizer import Optimizer, Schedule
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import About, Capacity, Coded, Converts, Ranked, Round, Visit
+from fedspan.method import (
+    About,
+    Capacity,
+    Coded,
+    Converts,
+    Down,
+    Federation,
+    Observed,
+    Ranked,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+    norm_of_state,
+)
 from fedspan.method.bases import weight_by_field
-from fedspan.method.factored import Factored, Reconstructing, Truncating, factors
-from fedspan.method.fields import Fraction, Positive
-from fedspan.tree import Tree
+from fedspan.method.factored import (
+    InParts,
+    decomposed,
+    factorised,
+    in_parts,
+    kept_and_sent,
+    low_rank_layers,
+    need_sgd,
+    reconstructed,
+    size_of_factors,
+    truncated,
+)
+from fedspan.method.fields import AtLeast1, Positive, Share
+from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Energy
+
+Shrinking: TypeAlias = Annotated[float, Ge(1)]
+"""ρ: a finite number of at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shrunk(Factored):
-    """Ranks are outputs/ρ, and `weight_decay` acts on the products."""
+class Factorisation:
+    """Which layers clients train as factors U Vᵀ, and how these decay: a value that FedHM and FedLMT hold."""
 
+    KEYS: ClassVar[Mapping[str, str]] = {k: k for k in ("layers", "pointwise", "frobenius", "decay_every")}
+
+    layers: Chosen = "body"
+    """The layers that are factorised: a group of them, or names that begin theirs."""
+    pointwise: bool = False
+    """Whether convolutions of 1×1 are factorised, too."""
     frobenius: bool = True
+    """Whether `weight_decay` acts on U Vᵀ (Frobenius decay), or on U and V."""
+    decay_every: AtLeast1 = 1
+    """Steps from one decay of U Vᵀ to the next, each so many times as strong."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.frobenius and self.optimizer.weight_decay and self.optimizer.rule == "adamw":
-            raise ConfigError(
-                f"{type(self).__name__}: optimizer must be 'sgd' with weight_decay and frobenius. Got 'adamw'; set"
-                " frobenius to false."
-            )
+    def decays(self, optimizer: Optimizer) -> tuple[float, float]:
+        """λ of ‖U Vᵀ‖² and of all other parameters; both 0: the optimiser's own decay."""
+        return (optimizer.weight_decay, optimizer.weight_decay) if self.frobenius else (0.0, 0.0)
 
-    def decays(self) -> tuple[float, float]:
-        return (self.optimizer.weight_decay, self.optimizer.weight_decay) if self.frobenius else (0.0, 0.0)
+    def fit(self, optimizer: Optimizer, task: Task, start: Params, batches: Batches, lr: float) -> Params:
+        """Train on the loss + λ/2 ‖U Vᵀ‖², λ being the weight decay."""
+        return fit_decayed(optimizer, task, task.loss, start, batches, lr, self.decays(optimizer), self.decay_every)
+
+
+class Shrinks:
+    """Ranks are outputs/ρ."""
 
     def rank_of(self, shape: Sequence[int], rho: float) -> int:
         """r of a layer: its outputs shrunk by ρ, within what its matrix can have."""
@@ -47,49 +88,57 @@ class Shrunk(Factored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedHM(Reconstructing, Shrunk, Ranked):
+class FedHM(InParts, Sharing, Shrinks, Ranked, Observed):
     """FedHM. Yao et al., 2021; homogeneous, or with a rank for every client.
 
     The server holds full weights W and sends client k their best factors of rank r = outputs/ρ_k, U = P √Σ and V = Q √Σ
-    with kernels read as o·k × i·k; a client of ρ = 1 gets W. What comes back is multiplied out and averaged. Clients
-    take the `rho` in turn. `weight_decay` acts on U Vᵀ, not on U and V, unless `frobenius` is off. Kept: h, the private
-    head, if any. Sent: theta (what is not factorised, running statistics included), and U and V, or W.
+    with kernels read as o·k × i·k; a client of ρ = 1 gets W. What comes back is multiplied out and averaged. Kept: h,
+    the private head, if any. Sent: theta (what is not factorised, running statistics included), and U and V, or W.
 
-    `keep_full_rank_history` lets the last model be one more member of the average when no client of ρ = 1 answered, as
-    in the public code; with a `temperature` the weights are exp(−ρ/temperature) instead of `weighting`. That code keeps
-    the stem, the first block and all 1×1 convolutions dense: for ResNet-18 layers = ["layer1.1", "layer2", "layer3",
-    "layer4"]. It also masks classes a client has not seen, without renormalising; that is left out.
+    The public code keeps the stem, the first block and all 1×1 convolutions dense: for ResNet-18 layers = ["layer1.1",
+    "layer2", "layer3", "layer4"]. It also masks classes a client has not seen, without renormalising; that is left out.
     """
 
     about = About(
+        family="fedhm",
         reference="Yao et al., 2021",
         secure_sum=lambda m: "no" if max(m.rhos) > 1 else "yes",  # the server multiplies each client's factors
         weight=lambda m: weight_by_field(m) if m.temperature is None else "own",
     )
 
+    local_stats: ClassVar[bool] = False
+    moves: ClassVar[bool] = True
+    """Whether factors may change where the weights do not: the server factorises anew after every round."""
+
     weighting: Literal["samples", "uniform"] = "uniform"
-    rho: float | tuple[float, ...] = 2.0
+    schedule: Schedule = Schedule()
+    """How the clients' learning rate falls over the rounds."""
+    rho: Shrinking | Annotated[tuple[Shrinking, ...], MinLen(1)] = 2.0
+    """ρ, by which the outputs of a layer are divided to get its rank; clients take several in turn, and 1 is dense."""
+    factors: Factorisation = Factorisation()
+    """Which layers are factorised, and how the factors decay."""
     keep_full_rank_history: bool = False
+    """Whether the last model is one more member of the average when no client of ρ = 1 answered, as in public code."""
     temperature: Positive | None = None
+    """With it uploads weigh exp(−ρ/temperature), whatever `weighting` says."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = [isinstance(r, int | float) and not isinstance(r, bool) and 1 <= r < math.inf for r in self.rhos]
-        if not ok or not all(ok):
-            raise ConfigError(f"{type(self).__name__}: rho must be one or more finite numbers >= 1. Got {self.rho!r}.")
+        need_sgd(self, self.factors.frobenius)
+
+    # ------------------------------------------------------------------------------------------------ capacities
 
     @property
     def rhos(self) -> tuple[float, ...]:
         """ρ of the clients, in turn."""
         return self.rho if isinstance(self.rho, tuple) else (self.rho,)
 
-    def weigh(self, visit: Visit) -> Tensor:
-        if self.temperature is None:
-            return super().weigh(visit)
-        return torch.full_like(visit.examples, math.exp(-self.rho_of(visit.capacity) / self.temperature))
-
     def with_ratios(self, ratios: tuple[float, ...]) -> FedHM:
         return replace(self, rho=tuple(1 / r for r in ratios))
+
+    def capacities(self) -> Sequence[Capacity]:
+        """Every capacity that a client may have, once each."""
+        return sorted(set(self.rhos)) if len(set(self.rhos)) > 1 else [None]
 
     def capacity_of(self, client: int) -> Capacity:
         """ρ of a client, if clients differ in it."""
@@ -99,72 +148,160 @@ class FedHM(Reconstructing, Shrunk, Ranked):
         """ρ of the clients of one capacity."""
         return float(capacity) if isinstance(capacity, int | float) else self.rhos[0]
 
-    def size_of(self, layer: Plain) -> int:
-        rank = max(self.rank_of(layer.weight.shape, rho) for rho in self.rhos if rho > 1 or max(self.rhos) == 1)
-        return factors(layer, rank)
-
-    def capacities(self) -> Sequence[Capacity]:
-        return sorted(set(self.rhos)) if len(set(self.rhos)) > 1 else [None]
-
     def rank_at(self, layer: str, shape: Sequence[int], capacity: Capacity) -> int | None:
+        """The rank at which clients of one capacity train a layer; None where it is dense."""
         rho = self.rho_of(capacity)
         return None if rho == 1 else self.rank_of(shape, rho)
 
-    # ------------------------------------------------------------------------------------------------ the server
+    def size_of(self, layer: Plain) -> int:
+        """Numbers in the largest factors of a layer that any client has."""
+        rank = max(self.rank_of(layer.weight.shape, rho) for rho in self.rhos if rho > 1 or max(self.rhos) == 1)
+        return size_of_factors(layer, rank)
+
+    def chosen(self, task: Task) -> dict[str, Plain]:
+        """The layers of low rank on the wire."""
+        return low_rank_layers(self, task, self.factors.layers, self.factors.pointwise, self.size_of)
+
+    def model(self, task: Task, capacity: Capacity) -> Task:
+        """Layers U Vᵀ, or the plain ones for a client that can hold them."""
+        ranks = {k: self.rank_at(k, m.weight.shape, capacity) for k, m in self.chosen(task).items()}
+        return factorised(task, {k: r for k, r in ranks.items() if r is not None})
+
+    # ------------------------------------------------------------------------------------------------ the round
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        shared, _ = self.split(task.plain, task.plain.init())
+        return self.factorise(self.server.begin(in_parts(shared, self.chosen(task))))
+
+    def factorise(self, server: Tree) -> Tree:
+        """The server's weights with their factors of the largest rank in use."""
+        return decomposed(server, self.rank_at, self.capacities())
+
+    def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
+        """The leading factors U = P √Σ, V = Q √Σ of W that a client can afford."""
+        return Down(shared=truncated(server, self.rank_at, capacity))
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        start, lr = self.whole(client, down), self.schedule.rate(self.lr, int(visit.round))
+        new = self.factors.fit(self.optimizer, task, start, visit["train"], lr)
+        return kept_and_sent(self, task, new, self.chosen(task), visit)
+
+    def weigh(self, visit: Visit) -> Tensor:
+        if self.temperature is None:
+            return super().weigh(visit)
+        return torch.full_like(visit.examples, math.exp(-self.rho_of(visit.capacity) / self.temperature))
+
+    def lift(self, mean: Tree, shared: Tree, capacity: Capacity) -> Tree:
+        """W_k = U_k V_kᵀ, before they are averaged."""
+        return reconstructed(mean)
 
     def server_update(self, server: Tree, round: Round) -> Tree:
+        """W ← Σ_k w_k W_k, or a step towards it, factorised anew."""
         mean = {k: round.mean[k] for k in ("theta", "W")}
         full = any(self.rho_of(self.capacity_of(i)) == 1 for i in round.ids.tolist())
         if self.keep_full_rank_history and not full:
             # One more member, of average weight: what small ranks cannot carry is not lost at once.
             share = float(round.weights.mean() / (round.weights.sum() + round.weights.mean()))
             mean = tree.map(lambda a, b: (1 - share) * a + share * b, mean, {k: server[k] for k in mean})
-        return self.decomposed(self.server.step(server, mean))
+        return self.factorise(self.server.step(server, mean))
+
+    def size(self, server: Tree) -> float:
+        """The norm of the model."""
+        return norm_of_state({k: server[k] for k in ("theta", "W")})
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedLMT(Shrunk, Converts):
+class FedLMT(InParts, Sharing, Shrinks, Converts):
     """FedLMT. Liu et al., ICML 2024: FedAvg of a model whose layers are U Vᵀ from the start.
 
     U and V are averaged each for itself. They start as the best factors of the usual start, of rank outputs/ρ, with
-    kernels read as o·k × i·k. `weight_decay` acts on U Vᵀ, not on U and V, unless `frobenius` is off. Kept: h, the
-    private head, if any. Sent: theta (what is not factorised, running statistics included), U and V.
+    kernels read as o·k × i·k. Kept: h, the private head, if any. Sent: theta (what is not factorised, running
+    statistics included), U and V.
     """
 
-    about = About(reference="Liu et al., ICML 2024")
+    about = About(family="fedhm", reference="Liu et al., ICML 2024")
 
-    rho: Annotated[float, Ge(1)] = 2.0
+    local_stats: ClassVar[bool] = False
 
-    def size_of(self, layer: Plain) -> int:
-        return factors(layer, self.rank_of(layer.weight.shape, self.rho))
+    schedule: Schedule = Schedule()
+    """How the clients' learning rate falls over the rounds."""
+    rho: Shrinking = 2.0
+    """ρ, by which the outputs of a layer are divided to get its rank."""
+    factors: Factorisation = Factorisation()
+    """Which layers are factorised, and how the factors decay."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need_sgd(self, self.factors.frobenius)
+
+    def chosen(self, task: Task) -> dict[str, Plain]:
+        """The layers that are factorised."""
+
+        def size(layer: Plain) -> int:
+            return size_of_factors(layer, self.rank_of(layer.weight.shape, self.rho))
+
+        return low_rank_layers(self, task, self.factors.layers, self.factors.pointwise, size)
 
     def model(self, task: Task, capacity: Capacity) -> Task:
-        return self.factored(task, {k: self.rank_of(m.weight.shape, self.rho) for k, m in self.chosen(task).items()})
+        return factorised(task, {k: self.rank_of(m.weight.shape, self.rho) for k, m in self.chosen(task).items()})
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        return self.server.begin(in_parts(self.split(task, task.init())[0], self.chosen(task)))
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        start, lr = self.whole(client, down), self.schedule.rate(self.lr, int(visit.round))
+        new = self.factors.fit(self.optimizer, task, start, visit["train"], lr)
+        return kept_and_sent(self, task, new, self.chosen(task), visit)
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        """U ← Σ_k w_k U_k and V ← Σ_k w_k V_k, or steps towards them."""
+        return self.server.step(server, round.mean)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedDLR(Truncating, Coded):
+class FedDLR(InParts, Sharing, Coded):
     """FedDLR. Qiao et al., 2021: FedAvg whose weights travel as their leading singular triples, both ways.
 
-    A triple is kept until `energy` (the share of the sum of σ²) is reached; a weight for which that is no shorter
-    travels as it is. Clients train the full model. Kernels are read as outputs × all the rest. Kept: h, the private
-    head, if any. Sent: theta (what is not cut, running statistics included) and W.
+    A weight for which its triples are no shorter travels as it is. Clients train the full model. Kernels are read as
+    outputs × all the rest. Kept: h, the private head, if any. Sent: theta (what is not cut, running statistics
+    included) and W.
     """
 
     about = About(
+        family="fedhm",
         reference="Qiao et al., 2021",
         secure_sum="no",  # the server multiplies each client's triples
     )
 
-    layers: Which = "body"
-    energy: Fraction = 0.95
+    local_stats: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Energy(self.energy)
+    schedule: Schedule = Schedule()
+    """How the clients' learning rate falls over the rounds."""
+    energy: Share = 0.95
+    """The share of the sum of σ² that the triples of a weight hold together."""
+    layers: Which = "body"
+    """The layers whose weights are cut: all, all but the head, or names that begin theirs."""
+    pointwise: bool = False
+    """Whether convolutions of 1×1 are cut, too."""
 
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"W": Energy(self.energy)}
+
+    def chosen(self, task: Task) -> dict[str, Plain]:
+        """The layers whose weights are cut."""
+        return low_rank_layers(self, task, self.layers, self.pointwise)
+
+    def init_server(self, task: Task, federation: Federation) -> Tree:
+        return self.server.begin(in_parts(self.split(task, task.init())[0], self.chosen(task)))
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        lr = self.schedule.rate(self.lr, int(visit.round))
+        new = self.fit(task.loss, self.whole(client, down), visit["train"], lr)
+        return kept_and_sent(self, task, new, self.chosen(task), visit)
+
+    def server_update(self, server: Tree, round: Round) -> Tree:
+        """W ← Σ_k w_k W_k, or a step towards it."""
+        return self.server.step(server, round.mean)
 
 
 def matching_rho(task: Task, parameters: int, method: FedHM | FedLMT) -> float:
@@ -177,7 +314,7 @@ def matching_rho(task: Task, parameters: int, method: FedHM | FedLMT) -> float:
     rest = sum(task.init()[k].numel() for k in task.names) - sum(m.weight.numel() for m in layers)
 
     def count(rho: float) -> int:
-        return rest + sum(factors(m, method.rank_of(m.weight.shape, rho)) for m in layers)
+        return rest + sum(size_of_factors(m, method.rank_of(m.weight.shape, rho)) for m in layers)
 
     low, high = 1.0, 2.0 * max(m.weight.shape[0] for m in layers)
     if count(high) > parameters:

@@ -40,10 +40,15 @@ class FedKd(Sharing, Coded):
 
     weighting: Literal["samples", "uniform"] = "uniform"
     distill: NonNegative = 1.0
+    """Weight of what mentor and mentee learn from each other."""
     clip: Positive = 10.0
+    """Gradients of mentor, mentee and W are each clipped to this norm."""
     energy_start: Share = 0.95
+    """Share of a matrix's energy (squared singular values) that travels in the first round."""
     energy_end: Share = 0.98
+    """Share of a matrix's energy that travels after `energy_rounds`."""
     energy_rounds: AtLeast1 = 100
+    """Rounds in which the share goes from `energy_start` to `energy_end`."""
 
     def energy(self, round: int) -> float:
         """The share of a matrix's energy that travels in a round."""

@@ -21,19 +21,18 @@ class FedPer(Sharing):
 
     private_head: bool = True
     personal_layers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of the parameters that stay on the client; none: as `private_head` says."""
 
     def private(self, task: Task) -> list[str]:
-        """The head, or the layers named."""
-        return named_layers(self, task, self.personal_layers) if self.personal_layers else super().private(task)
+        """The layers named, or the head."""
+        return named_layers(self, task, self.personal_layers) or super().private(task)
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        both = self.fit(task.loss, down["theta"] | client["h"], visit["train"])  # SGD on (W_B, W_Pj), Algorithm 1
-        theta, h = self.split(task, both)
-        return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
+        return self.train_together(task, task.loss, client, down, visit)  # SGD on (W_B, W_Pj), Algorithm 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LgFedAvg(FedPer):
+class LgFedAvg(Sharing):
     """LG-FedAvg. Liang et al., 2020, Algorithm 1.
 
     The complement of FedPer: every client keeps its own representation, the head is shared.
@@ -44,10 +43,16 @@ class LgFedAvg(FedPer):
     about = About(reference="Liang et al., 2020", any_model=True)
 
     private_head: bool = False
+    """Plays no part: the head is what is shared."""
+    personal_layers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of the parameters that stay on the client; none: all below the head."""
 
     def private(self, task: Task) -> list[str]:
-        """The body, or the layers named."""
+        """The layers named, or all below the head."""
         if self.personal_layers:
-            return super().private(task)
+            return named_layers(self, task, self.personal_layers)
         head = set(task.need_head())
         return [k for k in task.names if k not in head]
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        return self.train_together(task, task.loss, client, down, visit)

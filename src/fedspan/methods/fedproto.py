@@ -42,8 +42,11 @@ class FedProto(Training, Coded, Adapts):
     )
 
     lam: NonNegative = 1.0
+    """λ, the weight of the distance between features and the global prototype of their class."""
     weighting: Literal["samples", "uniform"] = "samples"
+    """Whether a client's prototype of a class counts by its examples of that class, or all clients count alike."""
     predict_by: Literal["head", "prototype"] = "head"
+    """Whether the head predicts, or the nearest global prototype."""
 
     def codecs(self, round: int) -> Mapping[str, Codec]:
         return {"p": Rows()}
@@ -108,16 +111,22 @@ class FedTgp(FedProto):
     layer) gives G_c, trained for `server_epochs` on the uploads P of the round by cross-entropy over −(‖P − G_j‖ +
     δ·1[j = c]), so that classes stand apart by a margin δ = min(largest distance of a class to its nearest, τ), taken
     between the classes' mean uploads. Symbols: p = G, sent down for classes that were ever trained; g = the generator;
-    tau = τ. Kept: theta. Sent: p and n, each client's own. `weighting` plays no part: every upload counts alike. The
-    authors' script has λ = 10 (their code's default is 1), 100 server epochs and τ = 100.
+    tau = τ. Kept: theta. Sent: p and n, each client's own. Every upload counts alike. The authors'
+    script has λ = 10 (their code's default is 1), 100 server epochs and τ = 100.
     """
 
     about = About(reference="Zhang et al., AAAI 2024")
 
+    weighting: Literal["samples", "uniform"] = "samples"
+    """Plays no part: every upload counts alike."""
     server_epochs: AtLeast1 = 100
+    """Epochs in which the server trains its generator on the prototypes of a round."""
     server_batch: AtLeast1 = 10
+    """Prototypes in one of the server's minibatches."""
     lr_server: NonNegative | None = None
+    """The generator's learning rate; `lr` if not given."""
     tau: NonNegative = 100.0
+    """τ, the largest margin by which classes are to stand apart."""
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         p = super().init_server(task, federation)["p"]

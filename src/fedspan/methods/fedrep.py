@@ -27,7 +27,9 @@ class FedRep(Sharing):
     private_head: bool = True
     weighting: Literal["samples", "uniform"] = "uniform"
     head_epochs: Count = 10
+    """Epochs in which the head is trained, with the representation fixed."""
     body_epochs: Count | None = None
+    """Epochs in which the representation is trained, with the head fixed; the run's if not given."""
 
     def plan(self) -> Mapping[str, Amount]:
         return {"head": Epochs(self.head_epochs), "body": Epochs(self.body_epochs)}

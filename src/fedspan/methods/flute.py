@@ -40,19 +40,26 @@ class Flute(Sharing, Observed):
     The head is trained for `head_epochs` on cross-entropy + λ₁ NC(W, c) + λ₂ ‖W‖², then body and head for `rep_epochs`
     (default: the run's epochs) on the same + λ₃ ‖features of the minibatch‖². The server averages the bodies and takes
     one step of size `lr_server` on the mean of NC(W_k, c_k) over the heads it received. For that heads and classes are
-    shown to the server, and heads are kept there; with `lr_server` = 0 they stay at home. Sent: theta; h and c, each
-    client's own.
+    shown to the server, and heads are kept there; with `lr_server` = 0 they stay on the client. Kept: h, where it is
+    not on the server. Sent: theta; h and c, each client's own.
     """
 
     about = About(reference="Liu, Shen and Yang, NeurIPS 2024", needs_classes=True)
 
     private_head: bool = True
+    """Must be true, as every client has a head of its own."""
     head_epochs: Count = 9
+    """Epochs in which the head is trained, with the body fixed."""
     rep_epochs: Count | None = None
+    """Epochs in which body and head are trained together; the run's if not given."""
     lam_1: NonNegative = 0.25
+    """λ₁, the weight of NC, the distance of the class weights from neural collapse."""
     lam_2: NonNegative = 0.0025
+    """λ₂, the weight of the class weights' squared norm."""
     lam_3: NonNegative = 0.0005
+    """λ₃, the weight of the squared norm of a minibatch's features."""
     lr_server: NonNegative = 0.5
+    """η_s, the server's learning rate on the heads; with 0 heads stay on the clients."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,10 +38,14 @@ class Ifca(Sharing):
     about = About(reference="Ghosh et al., NeurIPS 2020")
 
     local_stats: ClassVar[bool] = False
+
     weighting: Literal["samples", "uniform"] = "uniform"
     clusters: AtLeast1 = 4
+    """k, the number of models."""
     averaging: Literal["model", "gradient"] = "model"
+    """Whether clients send trained models (option II of the paper), or one full gradient step (option I)."""
     clustered: Literal["all", "head"] = "all"
+    """Whether whole models form clusters, or only heads over a common body."""
 
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "all": All()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Round, Sent, Training, Visit
+from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Round, Sent, Training, Visit, Yardstick
 from fedspan.tree import Tree
 
 
@@ -19,7 +19,7 @@ class Local(Training):
     table had the same local work. Kept: theta. Sent: nothing.
     """
 
-    about = About(reference="no exchange", any_model=True)
+    about = About(reference="no exchange", any_model=True, yardstick=Yardstick("alone", "training alone"))
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return {}

@@ -34,7 +34,7 @@ class LrBpfl(Sharing):
     draws; with `members` = 0 means are used throughout and nothing is drawn. Kept: q (and h, the private head if
     `private_head`). Sent: theta.
 
-    Settled with the published code: the mask (not a sum with W), prior, starts, step size of q and gates; there the
+    Settled with the published code: the mask (not a sum with W), prior, starts, learning rate of q and gates; there the
     bias is scaled with the mask, here it is not. By what rule the paper removes ranks was not: gates follow the loss
     alone.
     """
@@ -42,16 +42,27 @@ class LrBpfl(Sharing):
     about = About(reference="Zhang et al., AISTATS 2025")
 
     rank: AtLeast1 = 4
+    """r, the rank of a client's mask."""
     members: Count = 4
+    """Draws over which outputs are averaged; 0 uses the means and draws nothing."""
     temperature: NonNegative = 1.0
+    """Weight of the divergence of the posterior from the prior."""
     prior_scale: Positive = 0.1
+    """Standard deviation of the prior of the mask's factors."""
     start_spread: NonNegative = 0.1
+    """Standard deviation with which the posterior's parameters are drawn at the start."""
     personal_epochs: Count = 1
+    """Epochs in which the posterior is trained, with the common model fixed."""
     global_epochs: Count | None = None
+    """Epochs in which the common model is trained, with the posterior fixed; the run's if not given."""
     lr_personal: NonNegative = 0.01
+    """Learning rate of the posterior."""
     joint: bool = False
+    """Whether posterior and common model are trained together."""
     adaptive_rank: bool = False
+    """Whether every component of a mask but the first has a gate that can close."""
     layers: Which = "all"
+    """Layers that have a mask: all, all but the head, or those whose names start with one of these."""
 
     def plan(self) -> Mapping[str, Amount]:
         return {"own": Epochs(self.personal_epochs), "train": Epochs(self.global_epochs)}

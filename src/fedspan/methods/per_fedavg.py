@@ -32,14 +32,19 @@ class PerFedAvg(Sharing):
 
     weighting: Literal["samples", "uniform"] = "uniform"
     variant: Literal["first-order", "hessian-free", "exact"] = "first-order"
+    """How the meta-gradient sees the curvature: not at all, by differences of gradients, or by exact products."""
     lr_inner: NonNegative | None = None
+    """α, the learning rate of the adaptation; `lr` if not given."""
     delta: Positive = 1e-3
+    """δ, the step of the differences in the Hessian-free variant."""
     adapt: Count = 1
+    """How many steps, or epochs, a client adapts the model before use."""
     adapt_unit: Literal["step", "epoch"] = "step"
+    """Whether `adapt` counts minibatches or epochs."""
 
     @property
     def alpha(self) -> float:
-        """The step size of the adaptation."""
+        """The learning rate of the adaptation."""
         return self.lr if self.lr_inner is None else self.lr_inner
 
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:

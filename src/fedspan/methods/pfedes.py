@@ -27,15 +27,20 @@ class PFedEs(Averaging):
 
     Symbols: theta = the client's whole model, g = the common extractor: 3×3 convolutions from the channels to `width`
     and back (linear layers where the model begins with one). First theta is trained on (1 − μ)·loss(x) + μ·loss(g(x))
-    with g as received, then g on loss(g(x)) with theta fixed, for as many epochs; the server averages g. `private_head`
-    plays no part: all of theta is private. Kept: theta. Sent: g.
+    with g as received, then g on loss(g(x)) with theta fixed, for as many epochs; the server averages g.
+    Kept: theta. Sent: g.
     """
 
     about = About(reference="Yi et al., 2023", any_model=True)
 
+    private_head: bool = False
+    """Plays no part: the whole model is private."""
     mu: Fraction = 0.5
+    """μ, the share of the loss on extracted inputs in the training of a client's model."""
     width: AtLeast1 = 8
+    """Channels, or units, between the two layers of the extractor."""
     lr_extractor: NonNegative | None = None
+    """The extractor's learning rate; `lr` if not given."""
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         first = next((m for m in task.module.modules() if isinstance(m, nn.Conv2d | nn.Linear | nn.Embedding)), None)
@@ -94,16 +99,19 @@ class PFedAfm(Averaging, Adapts):
     """pFedAFM. Yi et al., 2024: features of the client's own model and of a small common one, mixed per dimension.
 
     Symbols: theta = the client's whole model, w = the common body, of the smallest kind of model, alpha = α ∈ [0, 1]^D.
-    The head gets α ∘ R(theta) + (1 − α) ∘ R(w). First theta and α (step size `lr_alpha`, starting at 1, cut to [0, 1]
-    after every step) are trained with w as received, then w alone with α = 0 and the head fixed, for as many epochs;
-    the server averages w. `private_head` plays no part. Kept: theta, alpha (and stats, w's running statistics). Sent:
-    w.
+    The head gets α ∘ R(theta) + (1 − α) ∘ R(w). First theta and α (learning rate `lr_alpha`, starting at 1, cut to [0,
+    1] after every step) are trained with w as received, then w alone with α = 0 and the head fixed, for as many epochs;
+    the server averages w. Kept: theta, alpha (and stats, w's running statistics). Sent: w.
     """
 
     about = About(reference="Yi et al., 2024", any_model=True, needs_classes=True)
 
+    private_head: bool = False
+    """Plays no part: the whole model is private."""
     lr_alpha: NonNegative = 0.1
+    """Learning rate of α, the mixture of features."""
     lr_common: NonNegative | None = None
+    """Learning rate of the common body; `lr` if not given."""
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return self.server.begin({"w": tree.select(task.smallest.init(), task.smallest.body)})
@@ -122,7 +130,7 @@ class PFedAfm(Averaging, Adapts):
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         small, start = task.smallest, client["alpha"]
         received = down["w"] | client["stats"]
-        # One step size for both: α = α_0 + s·b moves by s² times the step that b takes.
+        # One learning rate for both: α = α_0 + s·b moves by s² times the step that b takes.
         s = math.sqrt(self.lr_alpha / self.lr) if self.lr else 0.0
         bound = {"b": lambda b: ((start + s * b).clamp(0, 1) - start) / s} if s else {}
 

@@ -47,10 +47,16 @@ class PFedFda(Sharing):
     about = About(reference="McLaughlin and Su, NeurIPS 2024", needs_classes=True)
 
     lr: NonNegative = 0.01
+    private_head: bool = False
+    """Plays no part: the head is computed from statistics and never sent."""
     beta: Fraction | None = None
+    """β, the share of the client's own statistics; found by two-fold validation if not given."""
     single_beta: bool = False
+    """Whether means and covariance have one β in common."""
     epsilon: Annotated[float, Gt(0), Lt(1)] = 1e-4
+    """How far the covariance is shrunk towards a multiple of the identity, before it is inverted."""
     ridge: NonNegative = 1e-4
+    """What is added to the diagonal of a client's covariance."""
 
     def private(self, task: Task) -> list[str]:
         """The head is computed, never sent."""

@@ -17,12 +17,34 @@ from fedspan.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
+class PersonalAdapter:
+    """The pair L U of a client's own beside each weight W: a value that both forms of pFedLoRA hold."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {k: k for k in ("rank", "alpha", "layers")}
+
+    rank: AtLeast1 = 2
+    """r_p, the rank of L U."""
+    alpha: NonNegative = 1.0
+    """α_p, by which L U is multiplied before it is added to W."""
+    layers: Chosen = "body"
+    """The layers that get a pair: a group of them, or names that begin theirs."""
+
+    def beside(self, task: Task, who: str) -> Task:
+        """The task with W + α_p L U in linear and convolutional layers; L starts Gaussian, U at zero."""
+        names = choose(task, self.layers, who, lambda layer: lowrank.size("lora", layer, self.rank))
+
+        def adapted(layer: Plain) -> Adapter:
+            return Adapter(layer, 0, own_rank=self.rank, own_alpha=self.alpha, train_base=True)
+
+        return task.converted(lambda module: convert(module, names, adapted))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PFedLoRAJoint(Sharing, Converts):
     """pFedLoRA(2). Wu et al., 2024, as Park and Klabjan, 2024, Algorithm 4, write it.
 
-    W + α_p L U with W averaged as in FedAvg; W, L and U are trained together. L starts Gaussian, U at zero. Symbols:
-    theta = W and all that is not factorised, running statistics included, h = L, U and the head if `private_head`,
-    rank = r_p. Kept: h. Sent: theta.
+    W + α_p L U with W averaged as in FedAvg; W, L and U are trained together. Symbols: theta = W and all that is not
+    factorised, running statistics included, h = L, U and the head if `private_head`. Kept: h. Sent: theta.
     """
 
     about = About(family="fedloru", reference="Wu et al., 2024")
@@ -30,43 +52,52 @@ class PFedLoRAJoint(Sharing, Converts):
     local_stats: ClassVar[bool] = False
 
     schedule: Schedule = Schedule()
-    rank: AtLeast1 = 2
-    alpha: NonNegative = 1.0
-    layers: Chosen = "body"
+    """How the clients' learning rate falls over the rounds."""
+    pair: PersonalAdapter = PersonalAdapter()
+    """The factors of a client's own."""
 
     def model(self, task: Task, capacity: Capacity) -> Task:
-        """Linear and convolutional layers with a pair of factors beside the weight."""
-        names = choose(task, self.layers, type(self).__name__, lambda layer: lowrank.size("lora", layer, self.rank))
-
-        def adapted(layer: Plain) -> Adapter:
-            return Adapter(layer, 0, own_rank=self.rank, own_alpha=self.alpha, train_base=True)
-
-        return task.converted(lambda module: convert(module, names, adapted))
+        return self.pair.beside(task, type(self).__name__)
 
     def private(self, task: Task) -> list[str]:
         return [*parts(task.module, "L", "U"), *super().private(task)]
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        both = self.fit(
-            task.loss, self.whole(client, down), visit["train"], self.schedule.rate(self.lr, int(visit.round))
-        )  # eq. (36)
+        lr = self.schedule.rate(self.lr, int(visit.round))
+        both = self.fit(task.loss, self.whole(client, down), visit["train"], lr)  # eq. (36)
         theta, h = self.split(task, both)
         return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedLoRA(PFedLoRAJoint):
+class PFedLoRA(Sharing, Converts):
     """pFedLoRA(1). Wu et al., 2024, as Park and Klabjan, 2024, Algorithm 4, write it.
 
-    As pFedLoRA(2), but in two phases: L and U (and a private head) for `personal_epochs` with W fixed, then W for
-    `global_epochs` (the run's epochs if not given) with L and U fixed. Kept: h. Sent: theta.
+    As pFedLoRA(2), but in two phases: L and U (and a private head) with W fixed, then W with L and U fixed. Symbols as
+    there. Kept: h. Sent: theta.
     """
 
+    about = About(family="fedloru", reference="Wu et al., 2024")
+
+    local_stats: ClassVar[bool] = False
+
     personal_epochs: Count = 1
+    """Epochs on L and U (and a private head), with W fixed."""
     global_epochs: Count | None = None
+    """Epochs on W, with L and U fixed; the run's own number if not given."""
+    pair: PersonalAdapter = PersonalAdapter()
+    """The factors of a client's own."""
+    schedule: Schedule = Schedule()
+    """How the clients' learning rate falls over the rounds."""
 
     def plan(self) -> Mapping[str, Amount]:
         return {"own": Epochs(self.personal_epochs), "train": Epochs(self.global_epochs)}
+
+    def model(self, task: Task, capacity: Capacity) -> Task:
+        return self.pair.beside(task, type(self).__name__)
+
+    def private(self, task: Task) -> list[str]:
+        return [*parts(task.module, "L", "U"), *super().private(task)]
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         theta, lr = down["theta"], self.schedule.rate(self.lr, int(visit.round))

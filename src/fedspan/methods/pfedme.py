@@ -31,10 +31,15 @@ class PFedMe(Sharing):
     about = About(reference="T. Dinh et al., NeurIPS 2020")
 
     lr: NonNegative = 0.05
+    """η, the learning rate of a client's copy of the global model."""
     lam: NonNegative = 15.0
+    """λ, how strongly the personal model is held to the client's copy of the global one."""
     inner_steps: AtLeast1 = 5
+    """Steps of the personal model on every minibatch."""
     lr_inner: NonNegative = 0.05
+    """Learning rate of the personal model."""
     beta: Positive = 1.0
+    """β, how far the server goes from its model to the mean of a round; 1 takes the mean."""
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {**super().init_client(task, who), "v": task.init()}
@@ -78,7 +83,9 @@ class L2gd(Sharing, Announces):
     about = About(reference="Hanzely and Richtárik, 2020")
 
     lam: NonNegative = 1.0
+    """λ, how strongly the clients' models are pulled to their mean."""
     p: Fraction = 0.2
+    """Probability that a step goes towards the mean and not down the loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,6 +43,7 @@ class PFedSim(Sharing, Announces, Observed):
     about = About(reference="Tan et al., 2023")
 
     warmup_rounds: Count = 30
+    """Rounds of FedAvg before every client has a model of its own: the paper's ρT."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -30,11 +30,14 @@ from fedspan.method import (
     Federation,
     Lifts,
     Observed,
+    Panel,
     Round,
     Sent,
     Visit,
 )
 from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
+from fedspan.method.panels import Refit
+from fedspan.methods.panels_subspace import subspace_panel
 from fedspan.randomness import key, normal, uniform
 from fedspan.tree import Outer, Params, Tree
 
@@ -365,6 +368,16 @@ class PflMf(Averaging, Announces, Lifts, Adapts, Observed):
             "effective_rank": float(entropy.exp()),
             "rank": float(server["U"].shape[1]),
         }
+
+    def panels(self) -> Sequence[Panel]:
+        """Where the clients lie in the subspace."""
+        again = replace(self, refresh=True)
+        refit = Refit(again.personal_plan, again.personal)
+        return (subspace_panel(self, self.coefficients, self.factorised, refit),)
+
+    def coefficients(self, client: Tree, server: Tree, common: Tree) -> Tensor:
+        """A client's v in the gauge and rank of a server's state."""
+        return self._v(client, common, server["U"].shape[1])
 
 
 def _near(old: Params, new: Params, most: float) -> Params:

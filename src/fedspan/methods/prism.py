@@ -12,12 +12,12 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.layers import Principal, Which, choose, convert, in_head, part, triples
-from fedspan.layers.decay import product_decay
-from fedspan.learn.sgd import sgd
+from fedspan.layers.decay import fit_decayed
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
 from fedspan.method import About, Capacity, Down, Federation, Observed, Ranked, Round, Sent, Sharing, Visit
-from fedspan.method.fields import NonNegative
+from fedspan.method.factored import Shares, need_sgd
+from fedspan.method.fields import NonNegative, Share
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
 
@@ -30,9 +30,8 @@ class PriSM(Sharing, Ranked, Observed):
     column times √σ; theta = what is not factorised, running statistics included; c = which triples a client had; kappa
     = κ. In every round client k gets a share `keep` of the triples of each layer, drawn without replacement with
     probability ∝ σ^κ, and trains them. Each triple becomes the mean over the clients that had it, a triple nobody had
-    stays, and the weight U Vᵀ is decomposed anew. Clients take several `keep` in turn. `weight_decay` acts on U Vᵀ, not
-    on U and V, unless `frobenius` is off. A model is used whole, as the paper evaluates it. Kept: h, the private head,
-    if any. Sent: theta, U and V of a client's triples, and at, their numbers.
+    stays, and the weight U Vᵀ is decomposed anew. A model is used whole, as the paper evaluates it. Kept: h, the
+    private head, if any. Sent: theta, U and V of a client's triples, and at, their numbers.
 
     Settled with the published code: balanced factors, uniform means, Frobenius decay, decomposition in every round, σ^κ
     (one of its layers uses exp σ instead). It also averages momentum and clips gradients at 5; both are left out.
@@ -48,19 +47,19 @@ class PriSM(Sharing, Ranked, Observed):
     """Whether factors may change where the weights do not: the server decomposes anew after every round."""
 
     weighting: Literal["samples", "uniform"] = "uniform"
-    keep: float | tuple[float, ...] = 0.4
+    keep: Share | Shares = 0.4
+    """The share of the singular triples of a layer that a client gets; clients take several in turn."""
     kappa: NonNegative = 2.5
+    """κ, the power of σ that a triple is drawn by; 0 draws all alike."""
     layers: Which = "body"
+    """The layers that travel as triples: all, all but the head, or names that begin theirs."""
     frobenius: bool = True
+    """Whether `weight_decay` acts on U Vᵀ (Frobenius decay), or on U and V."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = [isinstance(q, int | float) and not isinstance(q, bool) and 0 < q <= 1 for q in self.keeps]
-        if not ok or not all(ok):
-            raise ConfigError(f"PriSM: keep must be one or more numbers in (0, 1]. Got {self.keep!r}.")
         self.refuse_server_optimizer("the triples are others in every round")
-        if self.frobenius and self.optimizer.weight_decay and self.optimizer.rule == "adamw":
-            raise ConfigError("PriSM: optimizer must be 'sgd' with weight_decay and frobenius. Got 'adamw'.")
+        need_sgd(self, self.frobenius)
 
     @property
     def keeps(self) -> tuple[float, ...]:
@@ -95,11 +94,8 @@ class PriSM(Sharing, Ranked, Observed):
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         start = {**down["theta"], **down["U"], **down["V"], **client["h"]}
-        if self.frobenius and self.optimizer.weight_decay:
-            loss = product_decay(task, task.loss, self.optimizer.weight_decay, self.optimizer.weight_decay)
-            new = sgd(loss, start, visit["train"], self.lr, momentum=self.optimizer.momentum)
-        else:
-            new = self.fit(task.loss, start, visit["train"])
+        lam = self.optimizer.weight_decay if self.frobenius else 0.0  # λ/2 ‖U Vᵀ‖²
+        new = fit_decayed(self.optimizer, task, task.loss, start, visit["train"], self.lr, (lam, lam))
         parts, h = self.apart(task, new)
         return {"h": h}, Sent(weight=self.weigh(visit), mean={**parts, "at": down["at"]})
 
@@ -122,7 +118,7 @@ class PriSM(Sharing, Ranked, Observed):
         at = {}
         for j, (k, sigma) in enumerate(server["sigma"].items()):
             u = uniform(fold(fold(fold(server["key"], round), client), j), sigma.shape, torch.float64)
-            # The largest of log p + Gumbel noise are such a draw; log 0 comes last, yet before nothing.
+            # p ∝ σ^κ: the largest of log p + Gumbel noise are such a draw; log 0 comes last, yet before nothing.
             score = self.kappa * sigma.to(torch.float64).clamp_min(1e-150).log() - (-u.log()).log()
             at[k] = score.topk(self.count_of(len(sigma), capacity)).indices.sort().values
         return at

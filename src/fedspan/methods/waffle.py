@@ -44,12 +44,19 @@ class Waffle(Sharing, Converts):
     about = About(reference="Hao et al., IEEE Access 2022")
 
     factors: AtLeast1 | None = None
+    """F, the number of factors in a layer's dictionary; the smaller side of its weight if not given."""
     alpha: Positive | None = None
+    """α of the Indian buffet process: the larger, the more factors a client uses; F if not given."""
     tau: Positive = 0.5
+    """Temperature of the relaxed Bernoulli that z is drawn from: the lower, the nearer to 0 or 1."""
     temperature: NonNegative = 1.0
+    """Weight of the divergence of the posterior from the prior."""
     start: Annotated[float, Gt(0), Lt(1)] = 0.9
+    """Probability that a factor is used, at the start."""
     use: Literal["mean", "mode"] = "mean"
+    """Whether a model is used with the mean of z, or with its more probable value."""
     layers: Which = "body"
+    """Layers made of dictionaries: all, all but the head, or those whose names start with one of these."""
 
     def model(self, task: Task, capacity: Capacity) -> Task:
         """Linear and convolutional layers put together from dictionaries."""

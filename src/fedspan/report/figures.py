@@ -1,4 +1,4 @@
-"""Figures of runs: the way over rounds, bytes or seconds; the clients; the traffic. PNG, PDF or SVG by suffix."""
+"""Figures of runs: learning curves over rounds, bytes or seconds; the clients; the traffic. PNG, PDF, SVG by suffix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedspan.errors import FedspanError
 from fedspan.report.canvas import bare, canvas, save
 from fedspan.report.measures import Axis, Curve, curve_of, measure_of
 from fedspan.report.measures import clients as client_values
-from fedspan.report.palette import BASELINES, INK, PAPER, SOFT, Look, looks
+from fedspan.report.palette import INK, PAPER, SOFT, Look, looks, stays_behind
 from fedspan.report.runs import Run, as_run, group
 from fedspan.report.tables import short, summary_rows
 
@@ -77,7 +77,7 @@ def curves_figure(runs: Runs, x: Axis = "round") -> Figure:
     moving = [c for c in found if c not in still]
     lines: list[tuple[Curve, Look, float]] = []
     for k, c in reversed(list(enumerate(moving))):
-        own = k < _MOST or c.label in BASELINES
+        own = k < _MOST or stays_behind(c.label)
         style = look[c.label] if own else Look("#c9ced6", "-")
         y = scale * np.array(c.y)
         # Few evaluations are shown as such: a line between two points is not a measurement.

@@ -1,4 +1,4 @@
-"""What is read off runs: the measure they report, its value per run and client, and its way over the rounds."""
+"""What is read off runs: the measure they report, its value per run and client, and learning curves."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Curve:
 
 
 def curve_of(group: Group, measure: Measure, x: Axis) -> Curve:
-    """A group's way over the rounds."""
+    """The learning curve of a group."""
     each = [{r: (at, y) for r, at, y in points(run, measure, x)} for run in group.runs]
     rounds = sorted(set.intersection(*(set(e) for e in each)))
     xs = [float(np.mean([e[r][0] for e in each])) for r in rounds]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from fedspan.report.measures import alone, clients
+from fedspan.report.registered import role, yardstick
 from fedspan.report.runs import Group
 from fedspan.report.tables import Row, short
 
@@ -45,15 +46,19 @@ def summary(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     out = [_first(known)]
     if rest:
         out.append(_worst(known))
-    for name, phrase in (("local", "training alone"), ("fedavg", "FedAvg")):
-        base = next((r for r in rest if r.method == name), None)
-        if base is not None and best.method != name:
-            out.append(_over(best, base, phrase, by_label if name == "local" else None))
-    if best.method == "local" and any(r.method != "local" for r in rest):
-        out.append("No method here beats training alone.")
+    mine = yardstick(best.method)
+    for what in ("alone", "common"):
+        base = next((r for r in rest if role(r.method) == what), None)
+        by = None if base is None else yardstick(base.method)
+        if base is not None and by is not None and role(best.method) != what:
+            out.append(_over(best, base, by.phrase, by_label if what == "alone" else None))
+    if mine is not None and mine.role == "alone" and any(role(r.method) != "alone" for r in rest):
+        out.append(f"No method here beats {mine.phrase}.")
     told = next((r for r in rows if r.mean is not None and r not in known), None)
-    if told is not None:
-        out.append(f"Knowing the groups would give {best.measure.phrase(told.mean)} ({_b(told)}, a yardstick).")
+    ideal = None if told is None else yardstick(told.method)
+    if told is not None and ideal is not None:
+        would = f"{ideal.phrase[0].upper()}{ideal.phrase[1:]} would give"
+        out.append(f"{would} {best.measure.phrase(told.mean)} ({_b(told)}, a yardstick).")
     out.append(_cost(known))
     out.append(_certainty(known))
     return [s for s in out if s]
@@ -62,7 +67,7 @@ def summary(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
 def _contenders(rows: Sequence[Row]) -> list[Row]:
     """Rows with a result, without those that are told what a method must find out, unless there are no others."""
     known = [r for r in rows if r.mean is not None]
-    return [r for r in known if r.method != "oracle"] or known
+    return [r for r in known if role(r.method) != "told"] or known
 
 
 def _b(row: Row) -> str:
@@ -137,7 +142,7 @@ def _cost(known: Sequence[Row]) -> str:
         return "It sends nothing."
     text = f"It sends {short(best.total)} MB in total"
     others = [r for r in known[1:] if r.total]
-    base = next((r for r in others if r.method == "fedavg"), others[0] if others else None)
+    base = next((r for r in others if role(r.method) == "common"), others[0] if others else None)
     if base is None or base.total is None:
         return text + "."
     ratio = best.total / base.total

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedspan.errors import FedspanError
 from fedspan.report import paired
@@ -19,10 +19,14 @@ from fedspan.report.narrative import headline, summary
 from fedspan.report.palette import Look, looks, themes
 from fedspan.report.plots import Plot, monitor_plots, plots
 from fedspan.report.provenance import configuration, facts, notes
+from fedspan.report.registered import panels_of, seen_of
 from fedspan.report.runs import Group, Run, group
 from fedspan.report.tables import Row, columns, summary_rows
 from fedspan.report.text import clean, without_paths
 from fedspan.storage.atomic import write_whole
+
+if TYPE_CHECKING:
+    from fedspan.method import Panel
 
 _CLIENTS = 1000  # rows of the table of clients
 _SETTINGS = 4
@@ -111,7 +115,7 @@ def page(runs: Sequence[Run], title: str | None = None, live: Live | None = None
 <h2>Clients</h2>
 <div id="clients-table">{parts["clients-table"]}</div>
 </section>
-{_coordinates(groups)}{_matching(groups)}{more}<section>
+{panels(groups)}{more}<section>
 <h2>Configuration</h2>
 {configuration(groups)}</section>
 <footer>Written by fedspan. {ending}</footer>
@@ -207,77 +211,50 @@ def _results(rows: Sequence[Row], look: dict[str, Look]) -> str:
     )
 
 
-def _coordinates(groups: Sequence[Group]) -> str:
-    """Where the clients of pFL-MF lie in its subspace: one figure per setting, of its first seed."""
-    those = [g for g in groups if g.runs[0].method.startswith("pfl-mf")]
-    if not those:
-        return ""
-    from fedspan.report import subspace_panel as subspace  # needs torch, which no other part of a page does
-
-    def drawn(k: int, g: Group) -> tuple[str, str]:
-        of = subspace.coordinates(g.runs[0])
-        found = subspace.structure(of)
-        says = subspace.sentence(of, found)
-        label = f"Clients of {g.label} on the principal plane of their models. {says}"
-        svg = inline_svg(partial(subspace.embedding_figure, of, found), label, f"s{k}")
-        label = f"Singular values of the models of {g.label}; effective rank {found.effective_rank:.2f}."
-        return says, svg + inline_svg(partial(subspace.spectrum_figure, found), label, f"v{k}")
-
-    out, more = _per_setting(those, drawn, "coordinates")
-    return (
-        "<section>\n<h2>The clients' coordinates</h2>\n<p>Every client's model in an orthonormal basis of the shared"
-        f" subspace; near dots are near models. Below, the singular values of all models side by side.{more}</p>\n"
-        f'<div class="figures">\n{out}</div>\n</section>\n'
-    )
-
-
-def _per_setting(groups: Sequence[Group], drawn: Callable[[int, Group], tuple[str, str]], what: str) -> tuple[str, str]:
-    """One figure per setting, of its first seed, with what it says; and a sentence if some are left out."""
-    out = ""
-    for k, g in enumerate(groups[:_SETTINGS]):
+def panels(groups: Sequence[Group]) -> str:
+    """The sections that methods bring: per panel one figure per setting, of its first seed."""
+    brought: dict[tuple[str, str], list[tuple[Group, Panel]]] = {}
+    missing = ""
+    for g in groups:
         try:
-            says, svg = drawn(k, g)
+            for panel in panels_of(g.runs[0]):
+                brought.setdefault((panel.name, panel.title), []).append((g, panel))
+        except Exception as e:  # a method that is not here, or one of someone's own that fails
+            missing += _missing("panels", g, e)
+    out = "".join(_panel(n, those) for n, those in enumerate(brought.values()))
+    return out + (f"<section>\n<h2>What methods show</h2>\n{missing}</section>\n" if missing else "")
+
+
+def _panel(n: int, those: Sequence[tuple[Group, Panel]]) -> str:
+    """One panel of all settings whose method brings it."""
+    from fedspan.report.charts import figure_of  # imports torch, which tables of this package need not
+
+    first, out = those[0][1], ""
+    for k, (g, panel) in enumerate(those[:_SETTINGS]):
+        try:
+            found = panel.look(seen_of(g.runs[0], g.label))
+            svg = "".join(
+                inline_svg(partial(figure_of, drawing), drawing.label, f"p{n}-{k}-{m}")
+                for m, drawing in enumerate(found.drawings)
+                if drawing.on_page
+            )
         except Exception as e:  # a damaged checkpoint can fail anywhere, and must not cost the rest of the page
-            why = clean(without_paths(str(e) or type(e).__name__), 300)
-            out += f'<p class="note">No {what} of {escape(g.label)}: {escape(why)}</p>\n'
+            out += _missing(panel.noun, g, e)
             continue
         seed = f", seed {g.runs[0].seed}" if len(g.runs) > 1 else ""
-        head = f"<h3>{escape(g.label + seed)}</h3><p>{escape(says)}</p>"
+        head = f"<h3>{escape(g.label + seed)}</h3><p>{escape(found.says)}</p>"
         out += f'<figure class="paper"><figcaption>{head}</figcaption>\n{svg}</figure>\n'
-    more = f" The first {_SETTINGS} of {len(groups)} settings are shown." if len(groups) > _SETTINGS else ""
-    return out, more
-
-
-def _matching(groups: Sequence[Group]) -> str:
-    """Who was matched with whom in Factorized-FL: one figure per setting, of its first seed."""
-
-    def name(g: Group) -> str:
-        method = g.runs[0].config.get("method")  # not the shown name, which may be a label of a table
-        return str(method.get("name", "")) if isinstance(method, dict) else g.runs[0].method
-
-    those = [g for g in groups if name(g).startswith("factorized-fl")]
-    if not those:
-        return ""
-    from fedspan.report import matching_panel as matching  # needs torch, which no other part of a page does
-
-    def drawn(k: int, g: Group) -> tuple[str, str]:
-        of = matching.matching(g.runs[0])
-        says = matching.sentence(of, matching.found_in(of))
-        label = f"Likeness and matches of the clients of {g.label}. {says}"
-        svg = inline_svg(partial(matching.matching_figure, of), label, f"m{k}")
-        kept = matching.history(g.runs[0].lines, len(of.names))
-        if kept:
-            label = f"Likeness of the clients of {g.label} over the rounds."
-            svg += inline_svg(partial(matching.history_figure, of, kept), label, f"h{k}")
-        return says, svg
-
-    out, more = _per_setting(those, drawn, "matches")
+    more = f" The first {_SETTINGS} of {len(those)} settings are shown." if len(those) > _SETTINGS else ""
     return (
-        "<section>\n<h2>Who learns from whom</h2>\n<p>How alike the server found the clients, and how often each (row)"
-        " received from each (column); darker is more, lines divide the true groups. Where it was kept, likeness over"
-        " the rounds stands below."
-        f'{more}</p>\n<div class="figures wide">\n{out}</div>\n</section>\n'
+        f"<section>\n<h2>{escape(first.title, quote=False)}</h2>\n<p>{escape(first.about, quote=False)}{more}</p>\n"
+        f'<div class="figures{" wide" if first.wide else ""}">\n{out}</div>\n</section>\n'
     )
+
+
+def _missing(what: str, g: Group, error: Exception) -> str:
+    """One line on what a setting cannot show, and why."""
+    why = clean(without_paths(str(error) or type(error).__name__), 300)
+    return f'<p class="note">No {escape(what)} of {escape(g.label)}: {escape(why)}</p>\n'
 
 
 def client_table(rows: Sequence[Row], groups: Sequence[Group]) -> str:

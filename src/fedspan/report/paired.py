@@ -15,6 +15,7 @@ from fedspan.report.canvas import bare, canvas
 from fedspan.report.grid import Cell, Grid, comma_separated, latex, markdown
 from fedspan.report.measures import Measure, alone, clients, measure_of
 from fedspan.report.palette import INK, PAPER, looks
+from fedspan.report.registered import role
 from fedspan.report.runs import Group, Run, group
 from fedspan.report.tables import summary_rows
 
@@ -76,7 +77,7 @@ def pairs(runs: Sequence[Run], against: str | None = None) -> list[Pair]:
 
 def first_contender(rows: Sequence[Row]) -> str:
     """The best row that was not told what a method must find out."""
-    return next((r.label for r in rows if r.method != "oracle"), rows[0].label)
+    return next((r.label for r in rows if role(r.method) != "told"), rows[0].label)
 
 
 def _pair(one: Group, other: Group, measure: Measure) -> Pair:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedspan.report.registered import role
 from fedspan.report.runs import Group
 
 Dash = tuple[float, tuple[float, ...]] | Literal["-"]
@@ -25,10 +26,10 @@ _COLOURS = (
 )
 PLAIN = tuple(light for light, _ in _COLOURS)
 _DASHES: tuple[Dash, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
-# Baselines everybody knows stay in the background.
-BASELINES: dict[str, tuple[str, Dash, str]] = {
-    "local": ("#8a8f98", (0, (1.2, 1.4)), "#9aa2ad"),
-    "fedavg": ("#454b54", (0, (5, 2)), "#ccd3db"),
+# Yardsticks everybody knows stay in the background.
+_QUIET: dict[str | None, tuple[str, Dash, str]] = {
+    "alone": ("#8a8f98", (0, (1.2, 1.4)), "#9aa2ad"),
+    "common": ("#454b54", (0, (5, 2)), "#ccd3db"),
 }
 _THEMES: dict[str, dict[str, Any]] = {
     "light": {"ink": INK, "soft": SOFT, "grid": GRID, "card": "#ffffff", "low": "#f3f6fa", "high": "#08519c"},
@@ -63,13 +64,18 @@ class Look:
         return "" if isinstance(self.dash, str) else ",".join(f"{2.2 * d:g}px" for d in self.dash[1])
 
 
+def stays_behind(label: str) -> bool:
+    """Whether a label is that of a yardstick that is drawn in grey."""
+    return role(label) in _QUIET
+
+
 def looks(groups: Sequence[Group]) -> dict[str, Look]:
     """A look per label, in order of appearance."""
     out: dict[str, Look] = {}
     k = 0
     for g in groups:
-        if g.label in BASELINES:
-            out[g.label] = Look(*BASELINES[g.label])
+        if stays_behind(g.label):
+            out[g.label] = Look(*_QUIET[role(g.label)])
         else:
             colour, dark = _COLOURS[k % len(_COLOURS)]
             out[g.label] = Look(colour, _DASHES[k // len(_COLOURS) % len(_DASHES)], dark)

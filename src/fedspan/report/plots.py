@@ -27,7 +27,7 @@ _X: dict[Axis, str] = {
 }
 _POINTS = 300  # of a curve; more cannot be seen
 _DOTS = 400  # clients of a method; beyond that, evenly spaced ranks stand for all
-_CELLS = 160  # clients in the picture of labels
+_CELLS = 160  # clients in the heat map of labels
 _CLASSES = 120
 _MONITORS = 6
 _DIGITS = 5
@@ -336,7 +336,7 @@ def capacities_plot(groups: Sequence[Group], measure: Measure) -> Plot | None:
 
 
 def monitor_plots(groups: Sequence[Group]) -> list[Plot]:
-    """What methods told about themselves over the rounds (rank, norms, likeness): one figure per number."""
+    """What methods told about themselves over the rounds (rank, norms, similarity): one figure per number."""
     found: dict[str, list[tuple[int, Group, list[tuple[int, float]]]]] = {}
     for k, g in enumerate(groups):
         for name, points in monitored(g.runs[0].lines).items():

@@ -36,7 +36,7 @@ def facts(groups: Sequence[Group]) -> list[str]:
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """Warnings a reader needs before comparing: unequal conditions, unequal seeds, halved step sizes."""
+    """Warnings a reader needs before comparing: unequal conditions, unequal seeds, halved learning rates."""
     flats = [settings(g.runs[0]) for g in groups]
     unlike = [k for k in differences(flats) if k.split(".")[0] in ("data", "partition", "model", "train", "rounds")]
     out = []

@@ -102,7 +102,7 @@ def load_run(path: str | Path) -> Run:
 def load_runs(paths: str | Path | Iterable[str | Path], unfinished: list[Path] | None = None) -> list[Run]:
     """Read run directories, or directories that hold run directories (as `compare` writes), each run once.
 
-    Of a directory of `reproduce` only the test runs count: those for the choice of a step size had other data.
+    Of a directory of `reproduce` only the test runs count: those for the choice of a learning rate had other data.
 
     Args:
         unfinished: if given, runs without a result found inside such directories are added to it; they are left out.

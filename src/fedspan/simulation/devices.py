@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from annotated_types import MinLen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,11 +17,11 @@ from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, Method, Ranked
-from fedspan.method.levels import LEVELS
+from fedspan.method.fields import Positive, Share, check
 from fedspan.simulation.dry_run import try_round
 from fedspan.simulation.settings import Settings
 
-__all__ = ["LEVELS", "Choice", "Clock", "Cost", "Devices", "assign", "measure"]
+__all__ = ["Choice", "Clock", "Cost", "Devices", "assign", "measure"]
 
 
 STEPS = 32
@@ -29,34 +30,27 @@ STEPS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """`[devices]`: what clients compute and send with, each list in turn over them; together a table.
+    """`[devices]`: what clients compute and send with, each list in turn over them; together a table."""
 
-    Args:
-        gflops: 10⁹ floating-point operations per second, as they are reached in training.
-        mbps: 10⁶ bits per second, up and down alike.
-        memory_mb: 10⁶ bytes for training; without it memory does not matter.
-        round_seconds: the longest round. With it, or with memory, methods whose clients have ranks take for every
-            client the largest of `ratios` that fits.
-    """
-
-    gflops: tuple[float, ...] = ()
-    mbps: tuple[float, ...] = ()
-    memory_mb: tuple[float, ...] = ()
-    round_seconds: float | None = None
-    ratios: tuple[float, ...] = (1.0, 0.5, 0.375, 0.3, 0.2, 0.1)
+    gflops: tuple[Positive, ...] = ()
+    """Speeds of the devices, in 10⁹ floating-point operations per second as they are reached in training."""
+    mbps: tuple[Positive, ...] = ()
+    """Speeds of their connections, up and down alike, in 10⁶ bits per second."""
+    memory_mb: tuple[Positive, ...] = ()
+    """Their memory for training, in 10⁶ bytes; without it memory does not matter."""
+    round_seconds: Positive | None = None
+    """The longest round, in seconds; with it, or with memory, clients of methods with ranks get one that fits."""
+    ratios: Annotated[tuple[Share, ...], MinLen(1)] = (1.0, 0.5, 0.375, 0.3, 0.2, 0.1)
+    """Rank ratios to choose from: every client gets the largest that fits it."""
 
     def __post_init__(self) -> None:
-        for name in ("gflops", "mbps", "memory_mb"):
-            if not all(0 < v < float("inf") for v in getattr(self, name)):
-                raise ConfigError(f"Devices: {name} must be finite numbers > 0. Got {list(getattr(self, name))}.")
+        check(self, "Devices")
         if bool(self.gflops) != bool(self.mbps):
             raise ConfigError("Devices: gflops and mbps must be given together. Got one of them.")
-        if self.round_seconds is not None and not (0 < self.round_seconds < float("inf") and self.gflops):
+        if self.round_seconds is not None and not self.gflops:
             raise ConfigError(
                 f"Devices: round_seconds must be a number > 0, with gflops and mbps. Got {self.round_seconds!r}."
             )
-        if not self.ratios or not all(0 < r <= 1 for r in self.ratios):
-            raise ConfigError(f"Devices: ratios must be one or more numbers in (0, 1]. Got {list(self.ratios)}.")
 
     @property
     def timed(self) -> bool:

@@ -163,9 +163,13 @@ class Engine:
     def personal(self, capacity: Capacity, round: int, client: int, row: Tree, down: Tree, common: Tree) -> Tree:
         """The weights one client predicts with."""
         task = self.model(capacity)
-        visit, _, _ = self._visit(client, round, self.able.adapts.personal_plan(task), common, capacity=capacity)
+        visit = self.visit(capacity, round, client, self.able.adapts.personal_plan(task), common)
         result: Tree = tree.detach(self.method.personal(task, row, down, visit))
         return result
+
+    def visit(self, capacity: Capacity, round: int, client: int, plan: Mapping[str, Amount], common: Tree) -> Visit:
+        """What one client knows in a round, with the streams of this plan."""
+        return self._visit(client, round, plan, common, capacity=capacity)[0]
 
     # ------------------------------------------------------------------------------------------------ mapping
 

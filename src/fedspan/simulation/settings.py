@@ -2,78 +2,66 @@
 
 from __future__ import annotations
 
-import math
-import typing
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
-from fedspan.errors import ConfigError
+from fedspan.method.fields import AtLeast1, Count, Fraction, NonNegative, Share, check
 from fedspan.randomness import generator
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a run is carried out: the `[train]` section of an experiment file.
 
-    `mapping`, `chunk` and everything above them decide the numbers; what follows does not.
+    `mapping`, `chunk` and everything above them but `evaluate_after` decide the numbers; what follows does not.
     """
 
-    participation: float = 1.0
+    participation: Share = 1.0
+    """Share of the clients that is asked in a round."""
     sampling: Literal["fraction", "bernoulli"] = "fraction"
-    batch_size: int | Literal["full"] = 32
-    epochs: int = 1
-    evaluate_every: int = 10
-    evaluate_clients: int | None = None
+    """Whether that share is drawn exactly, at least one client, or every client with that probability."""
+    batch_size: AtLeast1 | Literal["full"] = 32
+    """Examples in a minibatch; `full` takes all of a client's at once."""
+    epochs: Count = 1
+    """Passes over a client's training data in a round, unless the method says otherwise."""
+    evaluate_every: AtLeast1 = 10
+    """Rounds from one evaluation to the next; the last round is always evaluated."""
+    evaluate_clients: AtLeast1 | None = None
+    """How many clients, drawn anew, an evaluation before the last one looks at; all if not given."""
     evaluate_part: Literal["test", "validation"] = "test"
+    """Which of a client's examples its model is judged by."""
     evaluate_after: bool = False
-    drop_rate: float = 0.0
+    """Whether models are also judged after a local round of their own, before the server answers."""
+    drop_rate: Fraction = 0.0
+    """Probability with which a client that was asked does not answer."""
     drop: Literal["after", "before"] = "after"
+    """Whether a client that does not answer has trained, and keeps what it learnt, or was lost before it began."""
     on_divergence: Literal["stop", "halve"] = "stop"
+    """What a run that diverges does: stop, or go back and halve the learning rate, three times at most."""
     dtype: Literal["float32", "float64"] = "float32"
+    """What numbers are computed in."""
     mapping: Literal["auto", "vmap", "loop"] = "auto"
-    chunk: int | None = None
-    workers: int | None = None
-    checkpoint_every: int = 1
-    checkpoint_seconds: float = 2.0
-    memory_mb: int = 1024
+    """Whether clients are computed together (`vmap`) or one after another; `auto` takes what suits the model."""
+    chunk: AtLeast1 | None = None
+    """Clients in one piece of work; chosen by the sizes of round and model if not given."""
+    workers: AtLeast1 | None = None
+    """Processes that share the clients of a round; one for each core at hand if not given."""
+    checkpoint_every: AtLeast1 = 1
+    """Rounds from one checkpoint to the next."""
+    checkpoint_seconds: NonNegative = 2.0
+    """The least number of seconds between two checkpoints."""
+    memory_mb: AtLeast1 = 1024
+    """Memory for the clients' states, in units of 2²⁰ bytes; what is beyond it waits on disk."""
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, allowed: str) -> None:
-            if not ok:
-                raise ConfigError(f"Train: {name} must be {allowed}. Got {getattr(self, name)!r}.")
-
-        def whole(name: str, low: int) -> None:
-            value = getattr(self, name)
-            check(name, isinstance(value, int) and not isinstance(value, bool) and value >= low, f"an integer >= {low}")
-
-        check("participation", 0.0 < self.participation <= 1.0, "a number in (0, 1]")
-        for name, hint in typing.get_type_hints(type(self)).items():
-            if typing.get_origin(hint) is Literal:
-                allowed = typing.get_args(hint)
-                check(name, getattr(self, name) in allowed, "one of " + ", ".join(map(repr, allowed)))
-        if self.batch_size != "full":
-            whole("batch_size", 1)
-        whole("epochs", 0)
-        whole("evaluate_every", 1)
-        whole("checkpoint_every", 1)
-        whole("memory_mb", 1)
-        for name in ("evaluate_clients", "chunk", "workers"):
-            if getattr(self, name) is not None:
-                whole(name, 1)
-        check("drop_rate", 0.0 <= self.drop_rate <= 1.0, "a number in [0, 1]")
-        check("evaluate_after", isinstance(self.evaluate_after, bool), "true or false")
-        check("checkpoint_seconds", 0.0 <= self.checkpoint_seconds < math.inf, "a number >= 0")
+        check(self, "Train")
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """What numbers are computed in."""
-        import torch  # here, so that who only checks settings need not load it
-
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def deciding(self) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedspan.layers import Layout
 from fedspan.learn.optimizer import Optimizer
+from fedspan.method.fields import with_keys
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.report.canvas import panels
 from fedspan.studies.theory.images import QUICK, Images, Size, accuracy, colour, epochs, network, settled
@@ -41,7 +41,7 @@ def compare(images: Images, size: Size, *, seed: int = 0, say: Callable[[str], N
     for layout in MEANING:
         for mu in (True, False):
             name = f"{layout}{'' if mu else ', no μ'}"
-            cases[name] = replace(method, layout=layout, mu=mu).model(plain, None)
+            cases[name] = with_keys(method, layout=layout, mu=mu).model(plain, None)
     curves: dict[str, list[float]] = {}
     counts: dict[str, int] = {}
     for name, task in cases.items():
@@ -68,7 +68,7 @@ def compare(images: Images, size: Size, *, seed: int = 0, say: Callable[[str], N
     says = f"Mean of the last five epochs: {'; '.join(parts)}. The plain model has {mean['plain model']:.1%}."
     numbers: dict[str, Any] = {
         "seed": seed, "images": len(images.y), "tested_on": len(images.y_test), "epochs": size.epochs,
-        "batch": size.batch, "lr": method.lr, "momentum": method.optimizer.momentum, "lambda": method.lam,
+        "batch": size.batch, "lr": method.lr, "momentum": method.optimizer.momentum, "lambda": method.penalty.lam,
         "parameters_without_mu": counts, "accuracy": curves,
     }  # fmt: skip
     titles = ["layout", "meaning", "parameters without μ", "accuracy", "last five", "without μ", "last five"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedspan import tree
 from fedspan.learn.optimizer import Optimizer
+from fedspan.method.fields import with_keys
 from fedspan.methods.factorized_fl import FactorizedLocal
+from fedspan.methods.factorized_fl.factorization import corrections
 from fedspan.report.canvas import panels
 from fedspan.studies.theory.images import (
     QUICK,
@@ -17,7 +18,6 @@ from fedspan.studies.theory.images import (
     Size,
     accuracy,
     colour,
-    corrections,
     epochs,
     network,
     nonzero,
@@ -51,9 +51,9 @@ def compare(
     plain = network(images, seed)
     cases = {"plain": (method, plain)}
     for lam in lambdas:
-        chosen = replace(method, lam=lam)
+        chosen = with_keys(method, lam=lam)
         cases[f"λ = {lam:g}"] = (chosen, chosen.model(plain, None))
-    cases["without μ"] = (method, replace(method, mu=False).model(plain, None))
+    cases["without μ"] = (method, with_keys(method, mu=False).model(plain, None))
     held: dict[str, int] = {}
     share: dict[str, float] = {}
     curves: dict[str, list[float]] = {}
@@ -63,7 +63,7 @@ def compare(
         curves[name] = [accuracy(task, p, images) for p in path]
         params = path[-1]
         held[name] = nonzero(params)
-        mus = {k: params[k] for k in corrections(chosen, task)}
+        mus = {k: params[k] for k in corrections(task)}
         if mus:
             share[name] = tree.nonzero_share(mus)
     full = sum(p.numel() for p in plain.init().values())

@@ -137,7 +137,7 @@ def compare(
     titles += [f"averaged, epoch {at[0]}", f"averaged, epoch {at[-1]}"]
     numbers: dict[str, Any] = {
         "seed": seed, "images": len(first.y), "epochs": size.epochs, "batch": size.batch, "lr": method.lr,
-        "momentum": method.optimizer.momentum, "lambda": method.lam, "layers": layers, "distance": far,
+        "momentum": method.optimizer.momentum, "lambda": method.penalty.lam, "layers": layers, "distance": far,
         "distance_of_the_body": means, "accuracy_alone": reached,
         "averaged_after": at, "accuracy_averaged": together,
         "distance_averaged": joined, "distance_averaged_of_the_body": rounds,

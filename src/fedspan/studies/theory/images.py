@@ -16,6 +16,7 @@ from fedspan.learn.batches import Batches, Epochs, draw
 from fedspan.learn.sgd import sgd_from
 from fedspan.learn.task import Task
 from fedspan.methods.factorized_fl import FactorizedLocal
+from fedspan.methods.factorized_fl.factorization import corrections
 from fedspan.models.cnn import CNN
 from fedspan.randomness import generator, key
 from fedspan.tree import Params
@@ -107,11 +108,6 @@ def network(images: Images, seed: int = 0) -> Task:
     return Task(lambda: CNN(shape, images.classes, padding=2, norm="group"), seed=seed)
 
 
-def corrections(method: FactorizedLocal, task: Task) -> list[str]:
-    """Names of all μ; none if the task is the plain one."""
-    return [k for k, tag in method.tags(task).items() if tag == "mu"]
-
-
 def epochs(
     method: FactorizedLocal, task: Task, start: Params, images: Images, size: Size, *, first: int = 1, seed: int = 0
 ) -> Iterator[Params]:
@@ -119,8 +115,8 @@ def epochs(
 
     Plain and factorised models go through the same steps; the penalty on μ is that of the method, eq. (6).
     """
-    mus = corrections(method, task)
-    objective, prox = method.objective(task, mus), method.shrink(mus)
+    mus, momentum = corrections(task), method.optimizer.momentum
+    objective, prox = method.penalty.objective(task.loss, mus), method.penalty.prox(mus, method.lr, momentum)
     params, velocity = start, tree.zeros_like(start)
     rows, none = np.arange(len(images.y)), np.empty(0, np.int64)
     for t in range(first, first + size.epochs):
@@ -128,9 +124,7 @@ def epochs(
             "train"
         ]
         stream = Batches(images.x, images.y, torch.from_numpy(order), key(seed, "train", t))
-        params, velocity = sgd_from(
-            objective, params, velocity, stream, method.lr, momentum=method.optimizer.momentum, prox=prox
-        )
+        params, velocity = sgd_from(objective, params, velocity, stream, method.lr, momentum=momentum, prox=prox)
         yield params
 
 

@@ -1,0 +1,51 @@
+"""A client's steps on eq. (6), with a momentum that may go on from round to round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedspan import tree
+from fedspan.errors import ConfigError
+from fedspan.learn.batches import Batches
+from fedspan.learn.optimizer import Optimizer
+from fedspan.learn.sgd import Loss, Prox, sgd_from
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """Whether a client's momentum starts anew in every round."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {"keep_momentum": "keep_momentum"}
+
+    keep_momentum: bool = False
+    """Whether a client's momentum goes on from round to round, as in the public code, instead of starting anew."""
+
+    def check(self, who: str, optimizer: Optimizer, gauge: bool) -> None:
+        """Check that there is a momentum to keep, and that it stays in one gauge.
+
+        Raises:
+            ConfigError: if not.
+        """
+        if self.keep_momentum and not optimizer.momentum:
+            raise ConfigError(f"{who}: keep_momentum needs momentum > 0 (and sgd). Got momentum {optimizer.momentum}.")
+        if self.keep_momentum and gauge:
+            raise ConfigError(
+                f"{who}: gauge must be false with keep_momentum, whose velocity belongs to one gauge. Got both."
+            )
+
+    def begin(self, params: Params) -> Tree:
+        """What a client keeps besides its parameters before its first round."""
+        return {"velocity": tree.zeros_like(params)} if self.keep_momentum else {}
+
+    def fit(
+        self, optimizer: Optimizer, loss: Loss, params: Params, client: Tree, stream: Batches, lr: float, prox: Prox
+    ) -> tuple[Params, Tree]:
+        """Train `params`: what they become, and what the client keeps besides."""
+        if not self.keep_momentum:
+            return optimizer.fit(loss, params, stream, lr, prox), {}
+        rule = {"momentum": optimizer.momentum, "weight_decay": optimizer.weight_decay}
+        params, velocity = sgd_from(loss, params, client["velocity"], stream, lr, **rule, prox=prox)
+        return params, {"velocity": velocity}
