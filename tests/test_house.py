@@ -39,6 +39,7 @@ LARGE = {"methods", "cli"}  # one file per paper, one per command
 MAY_NAME = {
     "cli/doctor.py": {"fedavg"},  # a self-test has to run something
     "cli/onboard.py": {"local", "fedavg"},  # compares with two runs that the user names by options
+    "cli/new.py": {"fedavg"},  # what a new method is first compared with
     "config/__init__.py": {"fedavg"},  # the default of [method]
     "simulation/simulator.py": {"fedproto", "fedtgp", "fedkd"},  # the remedy of an error sentence
     "simulation/onboarding.py": {"Local", "PflMf"},  # how a newcomer starts is still decided there
