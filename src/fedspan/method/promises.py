@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fedspan import tree
 from fedspan.errors import PromiseError
-from fedspan.method.protocol import Down, Method, Sent
+from fedspan.learn.task import Task
+from fedspan.method.protocol import Down, Method, Sent, Visit
 from fedspan.tree import Outer, Tree
 
 Form: TypeAlias = dict[str, tuple[int, ...]]
@@ -29,7 +29,9 @@ class Unchanged:
         self.before = self._look()
 
     def _look(self) -> dict[str, tuple[int, int]]:
-        return {path: (id(t), _version(t)) for path, t in tree.items(self.given)}
+        found: dict[str, Any] = {}
+        _walk(self.given, "", found)
+        return {path: (id(t), _version(t)) for path, t in found.items()}
 
     def check(self, method: Method, function: str, round: int) -> None:
         """Compare with how they were.
@@ -89,9 +91,22 @@ def _called(value: object) -> str:
     return "nothing" if value is None else f"a value of type {type(value).__name__}"
 
 
-def form_of(part: Any) -> Form:
+def form_of(part: Tree) -> Form:
     """The shapes of a tree by path."""
-    return {path: tuple(t.shape) for path, t in tree.items(part)}
+    found: dict[str, Any] = {}
+    _walk(part, "", found)
+    return {path: tuple(t.shape) for path, t in found.items()}
+
+
+def _walk(part: Tree, prefix: str, found: dict[str, Any]) -> None:
+    """The leaves by path; without generators, as it is done for every client of every round."""
+    for name, inner in part.items():
+        if isinstance(inner, dict):
+            _walk(inner, f"{prefix}{name}/", found)
+        elif isinstance(inner, Outer):
+            found[f"{prefix}{name}/a"], found[f"{prefix}{name}/b"] = inner
+        else:
+            found[prefix + name] = inner
 
 
 def check_down(method: Method, down: Any, clients: int) -> None:
@@ -104,42 +119,12 @@ def check_down(method: Method, down: Any, clients: int) -> None:
         raise PromiseError(f"{_who(method)}: download must return a Down. Got {_called(down)}.")
     need_tensors(method, "download", down.shared)
     need_tensors(method, "download", down.own)
-    for path, t in tree.items(down.own):
-        if t.shape[:1] != (clients,):
+    for path, shape in form_of(down.own).items():
+        if shape[:1] != (clients,):
             raise PromiseError(
-                f"{_who(method)}: download must give one row of own per client, {clients}. Got shape"
-                f" {tuple(t.shape)} at '{path}'."
+                f"{_who(method)}: download must give one row of own per client, {clients}. Got shape {shape} at"
+                f" '{path}'."
             )
-
-
-def check_answer(method: Method, client: Tree, returned: Any, round: int) -> tuple[Tree, Sent]:
-    """Check what `client_update` returned: the state in the form it was given in, and a `Sent` of tensors.
-
-    Raises:
-        PromiseError: naming what is missing, or is something else.
-    """
-    who = f"{_who(method)}: client_update"
-    if not isinstance(returned, tuple) or isinstance(returned, Sent) or len(returned) != 2:
-        raise PromiseError(f"{who} must return two things, what is kept and a Sent. Got {_called(returned)}.")
-    kept, sent = returned
-    need_tensors(method, "client_update", kept)
-    if not isinstance(sent, Sent):
-        raise PromiseError(f"{who} must return a Sent beside what is kept. Got {_called(sent)}.")
-    need_tensors(method, "client_update", {"weight": sent.weight, "mean": sent.mean, "each": sent.each})
-    if sent.weight.shape:
-        raise PromiseError(f"{who} must send one number as its weight. Got shape {tuple(sent.weight.shape)}.")
-    _need_form(who, "keep a client's state in the form init_client gave it", form_of(client), form_of(kept), round)
-    return kept, sent
-
-
-def _need_form(who: str, promise: str, before: Form, after: Form, round: int) -> None:
-    if before == after:
-        return
-    for path in [*before, *after]:
-        if before.get(path) != after.get(path):
-            got = "nothing" if path not in after else f"shape {after[path]}"
-            had = "nothing" if path not in before else f"shape {before[path]}"
-            raise PromiseError(f"{who} must {promise}. Got {got} at '{path}' in round {round}, where there was {had}.")
 
 
 class SameShapes:
@@ -151,18 +136,94 @@ class SameShapes:
     def __init__(self) -> None:
         self._seen: dict[Any, Form] = {}
 
-    def check(self, method: Method, key: Any, given: Any, sent: Sent, round: int) -> None:
-        """Compare an upload with earlier ones after a download (and common state) of the same shapes.
+    def after(self, given: Any) -> Form:
+        """The shapes seen after downloads of one form; what is seen next is added to them."""
+        return self._seen.setdefault(given, {})
+
+
+class ChunkWatch:
+    """Calls `client_update` for the clients of a chunk, all of one form, and sees that it keeps its promises.
+
+    Args:
+        seen: the shapes of earlier uploads.
+        key: what tells clients of other shapes apart.
+        rows: the clients' states, stacked, with `own` in the same order; `shared` and `common` are the same for all.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        round: int,
+        seen: SameShapes,
+        key: Any,
+        *,
+        rows: Tree,
+        shared: Tree,
+        own: Tree,
+        common: Tree,
+    ) -> None:
+        self.method, self.round, self.who = method, round, f"{_who(method)}: client_update"
+        self.state = {path: shape[1:] for path, shape in form_of(rows).items()}
+        down = form_of(shared) | {path: shape[1:] for path, shape in form_of(own).items()}
+        self.sent = seen.after((key, *down.items(), *form_of(common).items()))
+        self.stacks = Unchanged(client=rows, down={**shared, **own}, common=common)
+
+    def update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        """One client's round.
 
         Raises:
-            PromiseError: naming the part whose shape is another one.
+            PromiseError: naming the promise that it broke.
         """
-        seen = self._seen.setdefault((key, tuple(form_of(given).items())), {})
+        given = Unchanged(client=client, down=down)
+        returned = self.method.client_update(task, client, down, visit)
+        kept, sent = check_answer(self.method, returned)
+        given.check(self.method, "client_update", self.round)
+        state = form_of(kept)
+        if state != self.state:
+            self._differ("keep a client's state in the form init_client gave it", self.state, state)
         form = form_of({"mean": sent.mean, "each": sent.each})
-        before = {path: seen[path] for path in form if path in seen}
-        now = {path: form[path] for path in before}
-        _need_form(f"{_who(method)}: client_update", "send the same shapes in every round", before, now, round)
-        seen.update(form)
+        if form != self.sent:
+            before = {path: self.sent[path] for path in form if path in self.sent}
+            self._differ("send the same shapes in every round", before, {path: form[path] for path in before})
+            self.sent.update(form)
+        return kept, sent
+
+    def finish(self) -> None:
+        """Look at what all of them were given, after the last one.
+
+        Raises:
+            PromiseError: if it was changed.
+        """
+        self.stacks.check(self.method, "client_update", self.round)
+
+    def _differ(self, promise: str, before: Form, after: Form) -> None:
+        """Raise at the first path where forms differ; say nothing where they are equal but for their order."""
+        for path in [*before, *after]:
+            if before.get(path) != after.get(path):
+                got = "nothing" if path not in after else f"shape {after[path]}"
+                had = "nothing" if path not in before else f"shape {before[path]}"
+                raise PromiseError(
+                    f"{self.who} must {promise}. Got {got} at '{path}' in round {self.round}, where there was {had}."
+                )
+
+
+def check_answer(method: Method, returned: Any) -> tuple[Tree, Sent]:
+    """Check what `client_update` returned: what is kept, and a `Sent`, both of tensors.
+
+    Raises:
+        PromiseError: naming what is missing, or is something else.
+    """
+    who = f"{_who(method)}: client_update"
+    if not isinstance(returned, tuple) or isinstance(returned, Sent) or len(returned) != 2:
+        raise PromiseError(f"{who} must return two things, what is kept and a Sent. Got {_called(returned)}.")
+    kept, sent = returned
+    if not isinstance(sent, Sent):
+        raise PromiseError(f"{who} must return a Sent beside what is kept. Got {_called(sent)}.")
+    need_tensors(method, "client_update", kept)
+    need_tensors(method, "client_update", {"weight": sent.weight, "mean": sent.mean, "each": sent.each})
+    if sent.weight.shape:
+        raise PromiseError(f"{who} must send one number as its weight. Got shape {tuple(sent.weight.shape)}.")
+    return kept, sent
 
 
 def check_server(method: Method, before: Tree, after: Any, round: int) -> Tree:

@@ -16,7 +16,7 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Amount, Batches, Index, draw, pad, rows_of
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
-from fedspan.method.promises import SameShapes, Unchanged, check_answer, need_tensors
+from fedspan.method.promises import ChunkWatch, SameShapes, need_tensors
 from fedspan.randomness import key
 from fedspan.tree import Tree
 
@@ -89,25 +89,18 @@ class Engine:
         """
         task, shared = self.model(capacity), tree.aligned(shared)
         codecs = {} if raw else self.able.coded.codecs(round)
+        given = {"rows": rows, "shared": shared, "own": own, "common": common}
+        watch = ChunkWatch(self.method, round, self._shapes, capacity, **given)
 
         def one(client: Tree, mine: Tree, visit: Visit, _: object) -> tuple[Tree, Sent, dict[str, Tensor]]:
-            client, sent = self._promised(task, client, {**shared, **mine}, visit, round)
+            client, sent = watch.update(task, client, {**shared, **mine}, visit)
             mean, sizes = wire.roundtrip(sent.mean, codecs)
             each, more = wire.roundtrip(sent.each, codecs)
             return client, Sent(sent.weight, mean, each), sizes | more
 
-        given = Unchanged(client=rows, down={**shared, **own}, common=common)
         new, sent, coded = self._each(one, capacity, round, ids, rows, own, common, self.method.plan(), None)
-        given.check(self.method, "client_update", round)
+        watch.finish()
         return Answer(new, sent, coded)
-
-    def _promised(self, task: Task, client: Tree, down: Tree, visit: Visit, round: int) -> tuple[Tree, Sent]:
-        """`client_update`, and a look at whether it kept its promises."""
-        given = Unchanged(client=client, down=down, common=visit.common)
-        kept, sent = check_answer(self.method, client, self.method.client_update(task, client, down, visit), round)
-        given.check(self.method, "client_update", round)
-        self._shapes.check(self.method, visit.capacity, (down, visit.common), sent, round)
-        return kept, sent
 
     def evaluate(
         self,
