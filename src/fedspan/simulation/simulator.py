@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from fedspan.simulation.engine import Engine, choose_mapping, chunk_size
 from fedspan.simulation.record import Progress, Record
 from fedspan.simulation.result import Result
 from fedspan.simulation.settings import Settings, dropped, sample
-from fedspan.simulation.workers import Job, Meta, Pool
+from fedspan.simulation.workers import Executor, InProcess, Job, Meta, executor_of
 from fedspan.tree import Tree
 
 LABEL_CELLS = 100_000  # clients times classes; beyond that a picture would show nothing, and the result would swell
@@ -103,7 +103,7 @@ class Simulation:
         self.clock: Clock | None = None
         if devices is not None and devices.timed:
             self.clock = Clock(devices, self._cost)
-        self.pool = Pool(self._handle, 1)
+        self.pool: Executor = InProcess(self._handle)
         self._busy = False
         self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
         self._last: tuple[dict[str, list[float | None]], dict[str, Any], int] | None = None
@@ -128,7 +128,7 @@ class Simulation:
             # torch.func.grad imports this when first called, which takes seconds: once here, not in every worker.
             importlib.import_module("torch._dynamo")
         try:
-            with Pool(self._handle, workers) as self.pool:
+            with closing(executor_of(self._handle, workers)) as self.pool:
                 while self.record.progress.round < self.rounds:
                     with _finish_first() as interrupted:
                         line = self._step()
@@ -370,7 +370,9 @@ class Simulation:
         names = [ids[k] for k in heard.tolist()]
         for i, w in zip(names, sent.weight.tolist()):
             n, bound = len(self.data.train[i]), self.engine.able.weight_bound
-            wire.gate({}, w, who=f"client {i}", declared={}, kind=self.engine.able.weight, examples=n, bound=bound)
+            wire.check_upload(
+                {}, w, who=f"client {i}", declared={}, kind=self.engine.able.weight, examples=n, bound=bound
+            )
         sizes = {f"up/{k}": v for k, v in wire.count(sent.mean | sent.each).items()}
         sizes |= {f"up/{k}": int(v[heard].sum()) for k, v in answer.coded.items()}
         facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}

@@ -83,7 +83,7 @@ def admit(
         if not all(isinstance(p, dict) for p in parts.values()):
             raise Refused("Wire: 'mean' and 'each' must hold tensors by name.")
         decoded = {k: wire.decode(p, codecs, getattr(declared, k)) for k, p in parts.items()}
-        wire.gate(
+        wire.check_upload(
             decoded,
             float(weight),
             who=who,
