@@ -19,7 +19,8 @@ from fedspan.deploy.node.app_factory import make_client_app
 from fedspan.deploy.node.client_state import Held, Personal
 from fedspan.deploy.node.node import Node
 from fedspan.deploy.policy import Policy
-from fedspan.deploy.server.server import Roster, Server
+from fedspan.deploy.server.grid_transport import Roster
+from fedspan.deploy.server.server import Server
 from fedspan.learn.task import Task
 from fedspan.method import Method
 from fedspan.methods import name_of
@@ -123,7 +124,7 @@ def deployed_on(
 
 def assert_same_run(sim: Simulation, expected: Result, server: Server, grid: FakeGrid, result: Result) -> None:
     """The simulator and the deployment have the same server, clients, measures and bytes."""
-    assert not server.refusals
+    assert not server.transport.refusals
     assert_close(sim.record.server, server.record.server)
     assert_close(sim.record.common, server.record.common)
     for i in range(sim.data.clients):

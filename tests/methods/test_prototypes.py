@@ -25,6 +25,7 @@ from fedspan.learn.task import Task
 from fedspan.method import Federation, Round
 from fedspan.methods import FedProto, FedTgp, Local
 from fedspan.tree import Tree
+from fedspan.wire import Direction
 
 # Equations are checked one client after another; that mapped clients do the same is checked for every method.
 LOOP = pytest.mark.parametrize("mapping", ["loop"])
@@ -128,9 +129,9 @@ def test_bytes_up_are_those_of_the_classes_a_client_has() -> None:
     data = without_class(2)
     sim = run(FedProto(lr=0.1), data, rounds=1, participation=1.0)
     held = sum(len(set(data.labels(i, "train").tolist())) for i in range(7))
-    assert sim.record.progress.names["up/p"] == held * 6 * 8 + 7  # and one byte of flags each
-    assert sim.record.progress.names["up/n"] == 7 * 3 * 8
-    assert sim.record.progress.names["down/p"] == 7
+    assert sim.record.progress.bytes.by_name(Direction.UP)["p"] == held * 6 * 8 + 7  # and one byte of flags each
+    assert sim.record.progress.bytes.by_name(Direction.UP)["n"] == 7 * 3 * 8
+    assert sim.record.progress.bytes.by_name(Direction.DOWN)["p"] == 7
 
 
 def test_fedtgp_margin_is_the_largest_distance_to_the_nearest_class() -> None:

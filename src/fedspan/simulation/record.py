@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,7 @@ from fedspan.simulation.settings import Settings
 from fedspan.storage.checkpoint import Loaded, RunDirectory
 from fedspan.storage.client_store import ClientStore
 from fedspan.tree import Tree
+from fedspan.wire import Ledger
 
 
 @dataclass
@@ -32,8 +32,7 @@ class Progress:
     """What has been done so far, as numbers."""
 
     round: int = 0
-    totals: Counter[str] = field(default_factory=Counter)  # bytes by direction
-    names: Counter[str] = field(default_factory=Counter)  # bytes by direction and name
+    bytes: Ledger = field(default_factory=Ledger)
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "evaluate": 0.0})
     halvings: int = 0
     start_norm: float = 0.0
@@ -41,11 +40,10 @@ class Progress:
     notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
     deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
 
-    def by_name(self) -> dict[str, dict[str, int]]:
-        """Bytes of every name, up and down."""
-        return {
-            d: {k.split("/", 1)[1]: v for k, v in sorted(self.names.items()) if k.startswith(d)} for d in ("up", "down")
-        }
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes by direction."""
+        return self.bytes.totals()
 
 
 class Record:
@@ -122,8 +120,7 @@ class Record:
                 self.stores[c].restore(rows)
             self.server, self.common = loaded.server["server"], loaded.server["common"]
             self.news = loaded.server.get("news", {})
-            e = dict(loaded.extra)
-            e |= {"totals": Counter(e["totals"]), "names": Counter(e["names"])}
+            e = {**loaded.extra, "bytes": Ledger.from_json(loaded.extra["bytes"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)
 
@@ -145,7 +142,7 @@ class Record:
             f.flush()
             os.fsync(f.fileno())
             length = f.tell()
-        p = dict(vars(self.progress))
+        p = {**vars(self.progress), "bytes": self.progress.bytes.to_json()}
         done = p.pop("round")
         state = {"server": self.server, "common": self.common, **({"news": self.news} if self.news else {})}
         self.directory.save(done, state, list(self.stores.values()), p, length)
@@ -186,9 +183,9 @@ class Record:
         return found
 
     def digest(self) -> str:
-        """SHA-256 of the server's and every client's state."""
-        rows = {str(i): self.row(i) for i in range(self.federation.clients)}
-        return tree.digest({"server": self.server, "common": self.common, "clients": rows})
+        """SHA-256 of the server's state and, where they are here, every client's."""
+        rows = {"clients": {str(i): self.row(i) for i in range(self.federation.clients)}} if self.stores else {}
+        return tree.digest({"server": self.server, "common": self.common, **rows})
 
     def _store(self, engine: Engine, capacity: Capacity) -> ClientStore:
         members = [i for i, c in enumerate(self.federation.capacities) if c == capacity]
