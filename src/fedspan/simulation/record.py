@@ -17,8 +17,9 @@ import torch
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.method import Capacity, Federation
-from fedspan.method.fields import flat as flat_keys
+from fedspan.method.fields import flat
 from fedspan.methods import name_of
+from fedspan.simulation import identity
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.settings import Settings
 from fedspan.storage.checkpoint import Loaded, RunDirectory
@@ -50,6 +51,7 @@ class Record:
     """The state of a run: server, common and client state, progress and metrics; on disk if there is a directory.
 
     Args:
+        config: the configuration as it is kept with the results, with what else decides the numbers.
         clients: whether the clients' private states are here too; in a deployment they never are.
 
     Attributes:
@@ -82,10 +84,16 @@ class Record:
         self.directory: RunDirectory | None = None
         loaded = None
         if out is not None:
-            identity = {"config": config, "train": settings.deciding(), "seed": engine.seed, "mapping": engine.mapping}
-            identity |= {"method": {"name": name_of(engine.method), **flat_keys(engine.method)}}
-            identity |= {"data.fingerprint": fingerprint(engine.data), "model.fingerprint": engine.task.fingerprint()}
-            self.directory = RunDirectory(out / "checkpoints", flat(identity), read_only=read_only)
+            decides = identity.of_run(
+                config,
+                settings,
+                method={"name": name_of(engine.method), **flat(engine.method)},
+                seed=engine.seed,
+                mapping=engine.mapping,
+                data={"fingerprint": fingerprint(engine.data)},
+                model={"fingerprint": engine.task.fingerprint()},
+            )
+            self.directory = RunDirectory(out / "checkpoints", decides, read_only=read_only)
             try:
                 loaded = self.directory.load(fresh=fresh)
             except BaseException:
@@ -223,14 +231,3 @@ def fingerprint(data: FederatedData) -> str:
         for rows in part:
             h.update(len(rows).to_bytes(8, "little") + rows.tobytes())
     return h.hexdigest()
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one dict with dotted keys."""
-    out: dict[str, Any] = {}
-    for k, v in values.items():
-        if isinstance(v, dict):
-            out |= flat(v, f"{prefix}{k}.")
-        else:
-            out[prefix + k] = list(v) if isinstance(v, tuple) else v
-    return out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import typing
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Settings:
     """How a run is carried out: the `[train]` section of an experiment file.
 
-    `mapping`, `chunk` and everything above them decide the numbers; what follows does not.
+    Those that cannot change the numbers are named in `simulation.identity`.
     """
 
     participation: float = 1.0
@@ -75,11 +75,6 @@ class Settings:
         import torch  # here, so that who only checks settings need not load it
 
         return torch.float64 if self.dtype == "float64" else torch.float32
-
-    def deciding(self) -> dict[str, Any]:
-        """The settings that can change the numbers."""
-        free = {"evaluate_after", "workers", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
-        return {k: v for k, v in asdict(self).items() if k not in free}
 
 
 def sample(clients: int, settings: Settings, seed: int, t: int) -> list[int]:

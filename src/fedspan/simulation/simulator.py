@@ -77,8 +77,7 @@ class Simulation(RoundDriver):
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
-        kept = {k: v for k, v in config.items() if k not in ("train", "rounds", "methods", "method", "name")}
-        record = Record(engine, federation, s, config=kept, out=out, fresh=fresh, read_only=read_only)
+        record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only)
         super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
         if record.resumed:
             done = record.progress.round

@@ -48,8 +48,7 @@ class Server(RoundDriver):
         clients = len(roster.nodes)
         engine = experiment.engine(stand_in(kind, clients, experiment.seed))
         federation = experiment.federation(clients, roster.groups)
-        config = {k: v for k, v in experiment.config.items() if k not in ("train", "rounds", "methods", "method")}
-        config |= {"name": None, "nodes": list(map(str, roster.nodes))}
+        config = {**experiment.config, "nodes": list(map(str, roster.nodes))}
         record = Record(engine, federation, experiment.settings, config=config, out=out, fresh=fresh, clients=False)
         transport = GridTransport(experiment, engine, kind, grid, roster, record, terms or Policy(), log)
         super().__init__(engine, record, transport, rounds=experiment.rounds, config=experiment.config)
