@@ -114,13 +114,11 @@ class Target:
         return fine
 
     def step(self, got: dict[int, Sent]) -> str:
-        found = Collected(
-            [0, 1, 2, 3], {i: float(s.weight) for i, s in got.items()}, {i: s.each for i, s in got.items()}
-        )
+        found = Collected([0, 1, 2, 3])
         for i in sorted(got):
-            found.mean.add(
-                partial_sum(Abilities(self.method), stacked(got[i]), self.shared, None), float(got[i].weight)
-            )
+            sent = stacked(got[i])
+            total = partial_sum(Abilities(self.method), sent, self.shared, None)
+            found.add([i], sent.weight.tolist(), sent.each, total)
         sizes = np.full(4, EXAMPLES, np.int64)
         server = advance(self.method, self.server, 1, found, sizes=sizes, dtype=torch.float64)
         return tree.digest(server)

@@ -100,10 +100,7 @@ class LocalTransport:
             ledger.add_names(Direction.UP, meta["bytes"])
             up[capacity] += sum(meta["bytes"].values())
             self._trained.append((job.meta["ids"], job.data["rows"], answer["rows"]))
-            if meta["answered"]:
-                got.mean.add(answer["mean"], sum(meta["weights"]))
-            for k, i in enumerate(meta["answered"]):
-                got.weights[i], got.each[i] = meta["weights"][k], tree.take(answer["each"], k)
+            got.add(meta["answered"], meta["weights"], answer["each"], answer["total"])
         if self.clock is not None:
             got.facts["clock"] = self._time(self.clock, now, got.weights, up)
         return got
@@ -218,8 +215,8 @@ class LocalTransport:
         sizes = wire.count(sent.mean | sent.each)
         sizes |= {k: int(v[heard].sum()) for k, v in answer.coded.items()}
         facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
-        mean = partial_sum(able, sent, broadcast["shared"], capacity)
-        return facts, {"rows": answer.rows, "mean": mean, "each": sent.each}
+        total = partial_sum(able, sent, broadcast["shared"], capacity)
+        return facts, {"rows": answer.rows, "total": total, "each": sent.each}
 
     # ------------------------------------------------------------------------------------------------ simulated clock
 

@@ -38,6 +38,14 @@ class Collected:
     facts: dict[str, Any] = field(default_factory=dict)
     """What else the round's line of metrics says."""
 
+    def add(self, ids: Sequence[int], weights: Sequence[float], each: Tree, total: Tree) -> None:
+        """Add a chunk: single uploads stacked in the order of `ids`, and what `partial_sum` made of the others."""
+        if not ids:
+            return
+        self.mean.add(total, sum(weights))
+        for k, i in enumerate(ids):
+            self.weights[i], self.each[i] = weights[k], tree.take(each, k)
+
 
 class Transport(Protocol):
     """Reaches clients: worker processes of a simulation, nodes of a deployment."""

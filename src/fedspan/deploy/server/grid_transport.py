@@ -127,18 +127,13 @@ class GridTransport:
             self._refuse(t, i, why)
         facts = {"refused": self._named(refused), "missing": self._named(missing)}
         enough = len(got) >= max(1, math.ceil(self.policy.quorum * len(sampled) - 1e-9))
-        return self._collected(asked, got, shared, enough, facts)
-
-    def _collected(
-        self, asked: Sequence[int], got: Mapping[int, Sent], shared: list[Tree], enough: bool, facts: dict[str, Any]
-    ) -> Collected:
-        """Add the uploads up in the order in which a simulation does."""
-        weights, each = {i: float(s.weight) for i, s in got.items()}, {i: s.each for i, s in got.items()}
-        found = Collected(asked, weights, each, enough=enough, facts=facts)
+        found = Collected(asked, enough=enough, facts=facts)
         examples, now = {i: self._examples(i) for i in got}, {i: self.record.capacity(i) for i in got}
-        for c, capacity in enumerate(self.record.capacities if enough else ()):
+        for c, capacity in enumerate(self.record.capacities):  # in the order in which a simulation adds them up
             for i in in_order([i for i in got if now[i] == capacity], examples):
-                found.mean.add(partial_sum(self.engine.able, stacked(got[i]), shared[c], capacity), weights[i])
+                sent = stacked(got[i])
+                total = partial_sum(self.engine.able, sent, shared[c], capacity)
+                found.add([i], sent.weight.tolist(), sent.each, total)
         return found
 
     def keep(self) -> None:
