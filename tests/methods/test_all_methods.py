@@ -353,7 +353,7 @@ def test_counted_bytes_are_the_bytes_of_the_payload(name: str, fields: dict[str,
         _, answer = one_round(method, "loop", ids, coded=False)
         for k in range(len(ids)):
             sent = tree.take(answer.sent, k)
-            up += written({**sent.mean, **sent.each}, method)
+            up += written(sent.parts, method)
         down = method.download(start.record.server, torch.tensor(ids), capacity, 1)
         expected += len(ids) * written(down.shared, method)
         expected += sum(written(tree.take(down.own, k), method) for k in range(len(ids)))

@@ -45,7 +45,7 @@ def probe(method: Method, task: Task, data: FederatedData, client: int = 0, batc
     """Run one round of one client through the engine, as the simulator does."""
     trial = try_round(method, task, data, client, batch)
     sent = tree.take(trial.answer.sent, 0)
-    return Payload(trial.down, tree.take(trial.answer.rows, 0), sent.mean, sent.each)
+    return Payload(trial.down, tree.take(trial.answer.rows, 0), sent._replace(each={}).parts, sent.each)
 
 
 def facts(name: str) -> dict[str, Any]:

@@ -305,6 +305,7 @@ def advance(method: Method, server: Tree, t: int, got: Collected, *, sizes: Inde
             mean=got.mean.result(),
             each=tree.stack([got.each[i] for i in ids]),
             missing=torch.tensor([i for i in got.asked if i not in got.weights], dtype=torch.int64),
+            totals=got.mean.totals,
         ),
     )
 

@@ -90,7 +90,7 @@ class Engine:
             client, sent = self.method.client_update(task, client, {**shared, **mine}, visit)
             mean, sizes = wire.roundtrip(sent.mean, codecs)
             each, more = wire.roundtrip(sent.each, codecs)
-            return client, Sent(sent.weight, mean, each), sizes | more
+            return client, Sent(sent.weight, mean, each, sent.weights), sizes | more
 
         new, sent, coded = self._each(one, capacity, round, ids, rows, own, common, self.method.plan(), None)
         return Answer(new, sent, coded)

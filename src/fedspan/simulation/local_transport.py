@@ -209,10 +209,11 @@ class LocalTransport:
         heard = torch.tensor([k for k, yes in enumerate(meta["answering"]) if yes], dtype=torch.int64)
         sent = answer.sent if len(heard) == len(ids) else tree.take(answer.sent, heard)
         names = [ids[k] for k in heard.tolist()]
-        for i, w in zip(names, sent.weight.tolist()):
-            n, bound = len(self.data.train[i]), able.weight_bound
-            wire.check_upload({}, w, who=f"client {i}", declared={}, kind=able.weight, examples=n, bound=bound)
-        sizes = wire.count(sent.mean | sent.each)
+        for k, (i, w) in enumerate(zip(names, sent.weight.tolist())):
+            n, who, bound = len(self.data.train[i]), f"client {i}", able.weight_bound
+            wire.check_upload({}, w, who=who, declared={}, kind=able.weight, examples=n, bound=bound)
+            wire.check_weights(tree.take(sent.weights, k), who=who, bound=bound)
+        sizes = wire.count(sent.parts)
         sizes |= {k: int(v[heard].sum()) for k, v in answer.coded.items()}
         facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
         total = partial_sum(able, sent, broadcast["shared"], capacity)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.data.federated import Index
-from fedspan.learn.aggregate import Mean, weighted_sum
+from fedspan.learn.aggregate import Mean, sums_by_part
 from fedspan.method import Abilities, Capacity, Sent
 from fedspan.simulation.engine import Engine
 from fedspan.tree import Tree
@@ -42,7 +42,7 @@ class Collected:
         """Add a chunk: single uploads stacked in the order of `ids`, and what `partial_sum` made of the others."""
         if not ids:
             return
-        self.mean.add(total, sum(weights))
+        self.mean.add(total["sums"], sum(weights), total["totals"])
         for k, i in enumerate(ids):
             self.weights[i], self.each[i] = weights[k], tree.take(each, k)
 
@@ -106,12 +106,12 @@ def in_order(ids: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
 
 
 def partial_sum(able: Abilities, sent: Sent, shared: Tree, capacity: Capacity) -> Tree:
-    """Σ w·lift(mean) over stacked uploads of one capacity."""
+    """Σ w·lift(mean) over stacked uploads of one capacity, and Σ w of parts with weights of their own."""
     lifted, lifts = sent.mean, able.lifts
     if lifts is not None and len(sent.weight):
         lifted = torch.func.vmap(lambda mean: lifts.lift(mean, shared, capacity))(lifted)
-    total: Tree = weighted_sum(lifted, sent.weight, keep_factors=True)
-    return total
+    sums, totals = sums_by_part(lifted, sent.weight, sent.weights, keep_factors=True)
+    return {"sums": sums, "totals": totals}
 
 
 def stacked(sent: Sent) -> Sent:

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedspan.wire.codecs import Codec, Energy, Half, Rows, Sparse, decode, encode, roundtrip
-    from fedspan.wire.gate import check_upload
+    from fedspan.wire.gate import check_upload, check_weights
     from fedspan.wire.ledger import Direction, Ledger
     from fedspan.wire.payload import Schema, count, pack, schema, unpack
 
 __all__ = [
-    "Codec", "Direction", "Energy", "Half", "Ledger", "Rows", "Schema", "Sparse", "check_upload", "count", "decode",
-    "encode", "pack", "roundtrip", "schema", "unpack",
+    "Codec", "Direction", "Energy", "Half", "Ledger", "Rows", "Schema", "Sparse", "check_upload", "check_weights",
+    "count", "decode", "encode", "pack", "roundtrip", "schema", "unpack",
 ]  # fmt: skip
 
 _WHERE = {
     **dict.fromkeys(("Codec", "Energy", "Half", "Rows", "Sparse", "decode", "encode", "roundtrip"), "codecs"),
     **dict.fromkeys(("Schema", "count", "pack", "schema", "unpack"), "payload"),
     **dict.fromkeys(("Direction", "Ledger"), "ledger"),
-    "check_upload": "gate",
+    **dict.fromkeys(("check_upload", "check_weights"), "gate"),
 }
 
 

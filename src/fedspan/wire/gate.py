@@ -56,5 +56,16 @@ def check_upload(
         raise Refused(f"{who}: the upload's norm must be at most {max_norm:g}. Got {norm:g}.")
 
 
+def check_weights(weights: Tree, *, who: str, bound: float) -> None:
+    """Refuse weights of parts (`Sent.weights`) that are not numbers a server may divide by.
+
+    Raises:
+        Refused: in one sentence that names the client and the fault.
+    """
+    for name, w in weights.items():
+        if not bool(((w >= 0) & (w <= bound)).all()):  # not so for NaN either
+            raise Refused(f"{who}: the weights of '{name}' must lie in 0..{bound:g}. Got {w.tolist()!s:.60}.")
+
+
 def _say(entry: tuple[torch.dtype, tuple[int, ...]]) -> str:
     return f"{str(entry[0]).removeprefix('torch.')} of shape {list(entry[1])}"

@@ -26,7 +26,7 @@ from fedspan.deploy.envelope import Facts, seal, unseal
 from fedspan.deploy.experiment import DataKind, Experiment
 from fedspan.deploy.node.node import describe_coded
 from fedspan.deploy.policy import Policy
-from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
+from fedspan.deploy.server.admission import PARTS, Declared, admit, declare, norm_of, too_large
 from fedspan.errors import ConfigError, Refused
 from fedspan.method import Sent
 from fedspan.randomness import generator
@@ -410,4 +410,4 @@ class GridTransport:
 def _upload_sizes(payload: bytes) -> dict[str, int]:
     """Bytes per top-level name of an accepted upload, as it was written."""
     brought = wire.unpack(payload)
-    return wire.count({k: v for part in ("mean", "each") for k, v in brought.get(part, {}).items()})
+    return wire.count(Sent(torch.empty(0), *(brought.get(part, {}) for part in PARTS)).parts)
