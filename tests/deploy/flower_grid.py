@@ -19,7 +19,7 @@ from fedspan.deploy.node.app_factory import make_client_app
 from fedspan.deploy.node.client_state import Held, Personal
 from fedspan.deploy.node.node import Node
 from fedspan.deploy.policy import Policy
-from fedspan.deploy.server.grid_transport import Roster
+from fedspan.deploy.server.exchange import Roster
 from fedspan.deploy.server.server import Server
 from fedspan.learn.task import Task
 from fedspan.method import Method

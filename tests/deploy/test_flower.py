@@ -87,7 +87,7 @@ def test_a_bad_upload_costs_its_sender_only(case: str, tmp_path: Path) -> None:
     server.run()
     honest, other = deployed(FedAvg(), tmp_path / "b", rounds=1, clients=4)
     other.spoil = lambda i, reply: None if i == 2 and unseal(reply.content)[0]["do"] == "train" else reply
-    honest.terms = Policy(deadline=0.1, poll=0.01, wait=0.0)
+    honest.transport.policy = Policy(deadline=0.1, poll=0.01, wait=0.0)
     honest.run()
     assert_same(server.record.server, honest.record.server)
     line = server.record.lines[0]

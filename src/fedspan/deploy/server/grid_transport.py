@@ -1,4 +1,4 @@
-"""The transport of a deployment: nodes on Flower's grid, asked by one message each, round by round.
+"""The transport of a deployment: nodes on Flower's grid, whose uploads pass the gate or are refused.
 
 Flower's strategies carry one record for all, have no resume, and end the run at one bad reply. Here every node is asked
 for itself, a round ends at its deadline, a bad answer costs its sender only, and a new run goes on from the checkpoint.
@@ -10,23 +10,20 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import numpy as np
 import torch
-from flwr.app import Message
 from flwr.serverapp import Grid
-from torch import Tensor
 
 from fedspan import tree, wire
 from fedspan.data.federated import Index
-from fedspan.deploy.envelope import Facts, seal, unseal
+from fedspan.deploy.envelope import Facts
 from fedspan.deploy.experiment import DataKind, Experiment
 from fedspan.deploy.node.node import describe_coded
 from fedspan.deploy.policy import Policy
-from fedspan.deploy.server.admission import PARTS, Declared, admit, declare, norm_of, too_large
+from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
+from fedspan.deploy.server.exchange import Check, Exchange, Request, Roster
 from fedspan.errors import ConfigError, Refused
 from fedspan.method import Sent
 from fedspan.randomness import generator
@@ -38,18 +35,6 @@ from fedspan.wire import Direction, Ledger
 
 _MEASURES = {"n", "loss", "accuracy", "squared_error"}
 _NORMS = 200  # of accepted uploads that are remembered
-_TYPES = {"hello": "query", "train": "train", "evaluate": "evaluate"}
-
-Checked = Callable[[int, Facts, bytes], Any]
-
-
-@dataclass(frozen=True)
-class Roster:
-    """Which node is which client: `nodes[i]` is the id of client i's node, as it was registered by its key."""
-
-    nodes: tuple[int, ...]
-    names: tuple[str, ...]
-    groups: Tensor | None = None
 
 
 class GridTransport:
@@ -120,7 +105,8 @@ class GridTransport:
                 dtype=self.dtype,
             )
 
-        got, refused, missing = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger)
+        exchange = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger)
+        got, refused, missing = exchange.got, exchange.refused, exchange.missing
         missing |= {i: "it has not said how many examples it has" for i in asked if not self._known(i)}
         refused |= self._outliers(got)
         for i, why in refused.items():
@@ -158,8 +144,9 @@ class GridTransport:
         requests = self._requests("evaluate", t, ids, ledger)[1]
         part = self.experiment.settings.evaluate_part
         requests = {i: (facts | {"part": part}, payload) for i, (facts, payload) in requests.items()}
-        got, refused, _ = self._exchange("evaluate", t, requests, self._measured, enough=len(requests), ledger=ledger)
-        for i, why in refused.items():
+        exchange = self._exchange("evaluate", t, requests, self._measured, enough=len(requests), ledger=ledger)
+        got = exchange.got
+        for i, why in exchange.refused.items():
             self._refuse(t, i, why)
         names = sorted({k for sums in got.values() for k in sums} | {"n"})
         return {k: {i: sums[k] for i, sums in got.items() if k in sums} for k in names}
@@ -201,11 +188,11 @@ class GridTransport:
 
     def _requests(
         self, do: str, t: int, ids: list[int], ledger: Ledger
-    ) -> tuple[list[Tree], dict[int, tuple[Facts, Tree]], dict[int, Declared]]:
+    ) -> tuple[list[Tree], dict[int, Request], dict[int, Declared]]:
         """What to send to each client, what those of one capacity receive in common, and what uploads must be."""
         r, codecs = self.record, self.engine.able.coded.codecs(t)
         shared: list[Tree] = []
-        requests: dict[int, tuple[Facts, Tree]] = {}
+        requests: dict[int, Request] = {}
         declared: dict[int, Declared] = {}
         now = {i: r.capacity(i) for i in ids}
         for capacity in r.capacities:
@@ -234,125 +221,13 @@ class GridTransport:
             self._declared[known] = declare(self.engine, capacity, t, i, down, self.record.common)
         return self._declared[known]
 
-    def _with_news(self, i: int, facts: Facts, payload: Tree, heard: int, ledger: Ledger) -> tuple[Facts, Tree]:
-        """A request with the announcements that client i has not heard, or the whole state where that is less."""
-        told, r = self.record.progress.deployed["told"], self.record
-        numbers = [str(k) for k in range(heard + 1, told + 1)]
-        facts = facts | {"told": told, "base": heard, "whole": False}
-        if 0 <= heard <= told and all(k in r.news for k in numbers):
-            news = {k: r.news[k] for k in numbers}
-            if tree.nbytes(news) <= tree.nbytes(r.common) or not news:
-                ledger.add(Direction.ANNOUNCE, tree.nbytes(news))
-                return facts, payload | {"news": news}
-        ledger.add(Direction.ANNOUNCE, tree.nbytes(r.common))
-        return facts | {"whole": True}, payload | {"common": r.common}
-
-    # ------------------------------------------------------------------------------------------------ the exchange
-
     def _exchange(
-        self,
-        do: str,
-        t: int,
-        requests: Mapping[int, tuple[Facts, Tree]],
-        check: Checked,
-        *,
-        enough: int,
-        ledger: Ledger,
-    ) -> tuple[dict[int, Any], dict[int, str], dict[int, str]]:
-        """Ask, and collect until enough answers are good or the deadline has come: good, refused, missing."""
-        deployed = self.record.progress.deployed
-        there = set(self.grid.get_node_ids())
-        end = time.monotonic() + self.policy.deadline
-        pending: dict[int, str] = {}
-        got: dict[int, Any] = {}
-        refused: dict[int, str] = {}
-        missing = {i: "its node is not connected" for i in requests if self.roster.nodes[i] not in there}
-
-        def ask(i: int, heard: int) -> None:
-            facts, payload = self._with_news(i, *requests[i], heard, ledger)
-            facts |= {"do": do, "round": t, "lineage": deployed["lineage"]}
-            packed = wire.pack(payload)
-            ledger.add(Direction.WIRE, len(packed))
-            ttl = max(1.0, end - time.monotonic())
-            content = seal(facts, packed)
-            node = self.roster.nodes[i]
-            message = Message(content, node, _TYPES[do], group_id=str(t), ttl=ttl)
-            numbers = list(self.grid.push_messages([message]))
-            if not numbers or not numbers[0]:
-                missing[i] = "its message could not be sent"
-            else:
-                pending[i] = numbers[0]
-
-        for i in requests:
-            if i not in missing:
-                ask(i, deployed["nodes"][str(i)]["heard"])
-        again: set[int] = set()
-        over = False
-        while pending and len(got) < enough and not over:
-            over = time.monotonic() >= end  # then one last look: what has come in time counts
-            for i in list(pending):
-                reply = self._pull(pending[i])
-                if reply is None:
-                    continue
-                del pending[i]  # the one vote of this client in this round
-                if isinstance(reply, str):
-                    missing[i] = reply
-                    continue
-                if isinstance(reply, Refused):
-                    refused[i] = f"client {self.roster.names[i]}: {reply}"
-                    continue
-                try:
-                    facts, payload = self._opened(i, do, t, reply, ledger)
-                    if facts.get("status") == "stale" and i not in again:
-                        again.add(i)
-                        ask(i, -1)
-                        continue
-                    got[i] = check(i, facts, payload)
-                    if isinstance(facts.get("heard"), int):
-                        deployed["nodes"][str(i)]["heard"] = facts["heard"]
-                    deployed["nodes"][str(i)]["answered"] += do == "train"
-                    if facts.get("ahead"):
-                        self.log(f"Client {self.roster.names[i]} goes on from a later round than the server's.")
-                    if do == "train":
-                        ledger.add_names(Direction.UP, _upload_sizes(payload))
-                except Refused as e:
-                    refused[i] = str(e)
-            if pending and len(got) < enough and not over:
-                time.sleep(self.policy.poll)
-        late = "not needed any more" if len(got) >= enough else "no answer before the deadline"
-        missing |= dict.fromkeys(pending, late)
-        return got, refused, missing
-
-    def _pull(self, number: str) -> Message | Refused | str | None:
-        """The answer to one message; why it cannot be read; why there will be none; None if it is not there yet.
-
-        One at a time: a reply that cannot be read must not cost the others theirs.
-        """
-        try:
-            replies = list(self.grid.pull_messages([number]))
-        except (httpx.HTTPError, OSError):
-            raise  # the connection to the SuperLink, not a reply
-        except Exception as e:
-            return Refused(f"its reply cannot be read ({type(e).__name__}).")
-        if not replies:
-            return None
-        if replies[0].has_error():
-            return f"its node reports: {str(replies[0].error.reason)[:300]}"
-        return replies[0]
-
-    def _opened(self, i: int, do: str, t: int, reply: Message, ledger: Ledger) -> tuple[Facts, bytes]:
-        who = f"client {self.roster.names[i]}"
-        meta = reply.metadata
-        if meta.src_node_id != self.roster.nodes[i]:
-            raise Refused(f"{who}: the answer comes from another node, {meta.src_node_id}.")
-        try:
-            facts, payload = unseal(reply.content)
-        except Refused as e:
-            raise Refused(f"{who}: {e}") from None
-        ledger.add(Direction.WIRE, len(payload))
-        if facts.get("round") != t or facts.get("do") != do or meta.group_id != str(t):
-            raise Refused(f"{who}: the answer must belong to round {t}. Got {str(facts.get('round'))[:20]}.")
-        return facts, payload
+        self, do: str, t: int, requests: Mapping[int, Request], check: Check, *, enough: int, ledger: Ledger
+    ) -> Exchange:
+        """Ask, and collect until enough answers are good or the deadline has come."""
+        exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log)
+        exchange.run(enough, self.policy.deadline, self.policy.poll)
+        return exchange
 
     # ------------------------------------------------------------------------------------------------ who is there
 
@@ -389,13 +264,13 @@ class GridTransport:
                 raise Refused(f"{who}: its examples must be like {self.kind.facts()}.")
             return n
 
-        requests: dict[int, tuple[Facts, Tree]] = {i: ({"client": i, "clients": self.clients}, {}) for i in new}
+        requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients}, {}) for i in new}
         t = self.record.progress.round
-        got, refused, _ = self._exchange("hello", t, requests, check, enough=len(new), ledger=Ledger())
-        for i, n in got.items():
+        exchange = self._exchange("hello", t, requests, check, enough=len(new), ledger=Ledger())
+        for i, n in exchange.got.items():
             self.record.progress.deployed["nodes"][str(i)]["examples"] = n
             self.log(f"Client {self.roster.names[i]}: {n} examples.")
-        for i, why in refused.items():
+        for i, why in exchange.refused.items():
             self._refuse(t, i, why)
 
     def _named(self, whys: Mapping[int, str]) -> dict[str, str]:
@@ -405,9 +280,3 @@ class GridTransport:
         self.record.progress.deployed["nodes"][str(i)]["refused"] += 1
         self.refusals.append({"round": t, "client": self.roster.names[i], "why": why})
         self.log(f"Round {t}: refused. {why}")
-
-
-def _upload_sizes(payload: bytes) -> dict[str, int]:
-    """Bytes per top-level name of an accepted upload, as it was written."""
-    brought = wire.unpack(payload)
-    return wire.count(Sent(torch.empty(0), *(brought.get(part, {}) for part in PARTS)).parts)

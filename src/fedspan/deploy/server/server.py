@@ -13,7 +13,8 @@ from flwr.serverapp import Grid
 
 from fedspan.deploy.experiment import DataKind, Experiment, stand_in
 from fedspan.deploy.policy import Policy
-from fedspan.deploy.server.grid_transport import GridTransport, Roster
+from fedspan.deploy.server.exchange import Roster
+from fedspan.deploy.server.grid_transport import GridTransport
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
