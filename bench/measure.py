@@ -13,6 +13,7 @@ from bench.workloads import Workload
 from fedspan.learn.task import Task
 from fedspan.methods import make
 from fedspan.simulation.settings import Settings, sample
+from fedspan.simulation.driver import Evaluated
 from fedspan.simulation.simulator import Simulation
 
 
@@ -26,7 +27,7 @@ def fedspan_speed(w: Workload, method: str, fields: dict[str, object]) -> tuple[
     settings = Settings(participation=0.1, batch_size=w.batch, evaluate_every=10**9)
     sim = Simulation(make(method, **fields), Task(w.module, seed=0), data, rounds=w.rounds + 1, settings=settings)
     marks: list[float] = []
-    sim._evaluate = lambda t: ({}, {}, 0)  # type: ignore[method-assign]  # only training is timed here
+    sim._evaluate = lambda t, ledger: Evaluated({}, {})  # type: ignore[method-assign]  # only training is timed here
     sim.run(lambda line: marks.append(time.perf_counter()))
     seen = 0
     for t in range(2, w.rounds + 2):

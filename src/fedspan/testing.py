@@ -317,7 +317,7 @@ def bytes_are_counted(case: Case) -> Kept:
         ids = [i for i in clients if of(i) == capacity]
         sent = Prepared(case, "loop", ids).update(raw=True).sent
         each = [tree.take(sent, k) for k in range(len(ids))]
-        up += sum(_written(case, {**one.mean, **one.each}) for one in each)
+        up += sum(_written(case, one.parts) for one in each)
         given = case.able.download(start.record.server, torch.tensor(ids), capacity, 1)
         down += len(ids) * _written(case, given.shared)
         down += sum(_written(case, tree.take(given.own, k)) for k in range(len(ids)))
@@ -421,7 +421,8 @@ def flower_agrees(case: Case) -> Kept:
         chosen = Settings(**usual, mapping="loop", workers=1)
         sim = Simulation(case.method, case.task(), case.few, rounds=2, seed=SEED, settings=chosen)
         expected = sim.run()
-    case.need(promise, not server.refusals, f"refusals: {str(server.refusals)[:200]}")
+    refusals = server.transport.refusals
+    case.need(promise, not refusals, f"refusals: {str(refusals)[:200]}")
     everybody = [case.few.clients] * 2
     answered = [line["answered"] for line in server.record.lines]
     case.need(promise, answered == everybody, f"{answered} answers instead of {everybody}")

@@ -46,7 +46,7 @@ def deployed_on(
 
 def assert_same_run(sim: Simulation, expected: Result, server: Server, grid: LocalGrid, result: Result) -> None:
     """The simulator and the deployment have the same server, clients, measures and bytes."""
-    assert not server.refusals
+    assert not server.transport.refusals
     assert_close(sim.record.server, server.record.server)
     assert_close(sim.record.common, server.record.common)
     for i in range(sim.data.clients):

@@ -87,7 +87,7 @@ def test_a_bad_upload_costs_its_sender_only(case: str, tmp_path: Path) -> None:
     server.run()
     honest, other = deployed(FedAvg(), tmp_path / "b", rounds=1, clients=4)
     other.spoil = lambda i, reply: None if i == 2 and unseal(reply.content)[0]["do"] == "train" else reply
-    honest.terms = Policy(deadline=0.1, poll=0.01, wait=0.0)
+    honest.transport.policy = Policy(deadline=0.1, poll=0.01, wait=0.0)
     honest.run()
     assert_same(server.record.server, honest.record.server)
     line = server.record.lines[0]
@@ -123,7 +123,7 @@ def test_too_few_answers_skip_the_round_and_leave_the_state(tmp_path: Path) -> N
     server, grid = deployed(FedAvg(), tmp_path, rounds=1, terms=Policy(deadline=1, poll=0.01, wait=0, quorum=0.9))
     before = tree.digest(server.record.server)
     grid.spoil = lambda i, reply: reply
-    server._register()
+    server.transport.ready()
     grid.away = {0}
     grid.spoil = lambda i, reply: Message(Error(5, "Node Unavailable"), reply_to=grid.sent[-1]) if i == 1 else reply
     server.run()
@@ -185,7 +185,7 @@ def test_a_node_that_lost_its_disk_or_missed_news_is_brought_up_to_date(tmp_path
 
     server.run(trouble)
     assert [line["answered"] for line in server.record.lines] == [3, 2, 2, 3]
-    assert not server.refusals
+    assert not server.transport.refusals
     for i in range(3):  # all hold the same common state, whatever happened to them
         assert_same(held_by(grid, server, i).common, server.record.common)
         assert held_by(grid, server, i).heard == server.record.progress.deployed["told"] == 4
@@ -422,5 +422,5 @@ def test_an_experiment_that_is_another_one_is_refused(tmp_path: Path) -> None:
     server, grid = deployed(make("fedavg"), tmp_path, rounds=1)
     grid.handle.nodes[1].experiment = experiment_of(make("fedavg", lr=0.3), make_task(), 1, batch_size=4)
     server.run()
-    assert "its experiment is another one" in server.refusals[0]["why"]
+    assert "its experiment is another one" in server.transport.refusals[0]["why"]
     assert server.record.lines[0]["answered"] == 2

@@ -465,4 +465,4 @@ def test_own_method_deploys_on_the_grid_of_this_process(tmp_path: Path) -> None:
         mapping="loop", workers=1,
     )  # fmt: skip
     assert found.per_client["loss"] == pytest.approx(expected.per_client["loss"], abs=1e-12)
-    assert not server.refusals
+    assert not server.transport.refusals

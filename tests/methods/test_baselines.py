@@ -61,6 +61,7 @@ from fedspan.methods import (
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
+from fedspan.wire import Direction
 
 # Equations are checked one client after another; that mapped clients do the same is checked for every method.
 LOOP = pytest.mark.parametrize("mapping", ["loop"])
@@ -531,7 +532,8 @@ def test_pfedsim_of_clients_that_are_not_alike_is_local_after_the_warm_up(mappin
 
     assert_close(models(sim), models(run(method_of(Later, **STEPS), rounds=4, mapping=mapping)))
     assert sim.record.progress.totals["announce"] == 7 * tree.nbytes(tree.select(warm, make_task().head))
-    assert sim.record.progress.names["down/h"] < sim.record.progress.names["up/h"]
+    sent = sim.record.progress.bytes
+    assert sent.by_name(Direction.DOWN)["h"] < sent.by_name(Direction.UP)["h"]
 
 
 def test_pfedsim_mixing_rows_add_up_and_treat_equals_equally() -> None:

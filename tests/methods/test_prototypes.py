@@ -25,6 +25,7 @@ from fedspan.learn.task import Task
 from fedspan.method import Federation, Round
 from fedspan.methods import FedProto, FedTgp, Local
 from fedspan.tree import Tree
+from fedspan.wire import Direction
 
 # Equations are checked one client after another; that mapped clients do the same is checked for every method.
 LOOP = pytest.mark.parametrize("mapping", ["loop"])
@@ -99,13 +100,18 @@ def test_a_class_nobody_has_gets_no_prototype_and_one_not_reported_keeps_it() ->
     train = [rows[(data.labels(i, "train") != 2).numpy()] for i, rows in enumerate(data.train)]
     sim = run(FedProto(lr=0.1), replace(data, train=train))
     assert not sim.record.server["p"][2].any() and sim.record.server["p"][:2].any(1).all()
-    kept = FedProto().server_update({"p": torch.ones(2, 3)}, report(mean={"p": torch.zeros(2, 3), "n": torch.zeros(2)}))
+    kept = FedProto().server_update(
+        {"p": torch.ones(2, 3)}, report(mean={"p": torch.zeros(2, 3)}, totals={"p": torch.zeros(2)})
+    )
     assert torch.equal(kept["p"], torch.ones(2, 3))
 
 
 def report(**parts: Tree) -> Round:
     ids = torch.arange(2)
-    return Round(1, ids, torch.ones(2), torch.ones(2), parts.get("mean", {}), parts.get("each", {}), ids[:0])
+    return Round(
+        1, ids, torch.ones(2), torch.ones(2), parts.get("mean", {}), parts.get("each", {}), ids[:0],
+        parts.get("totals", {}),
+    )  # fmt: skip
 
 
 @LOOP
@@ -128,9 +134,9 @@ def test_bytes_up_are_those_of_the_classes_a_client_has() -> None:
     data = without_class(2)
     sim = run(FedProto(lr=0.1), data, rounds=1, participation=1.0)
     held = sum(len(set(data.labels(i, "train").tolist())) for i in range(7))
-    assert sim.record.progress.names["up/p"] == held * 6 * 8 + 7  # and one byte of flags each
-    assert sim.record.progress.names["up/n"] == 7 * 3 * 8
-    assert sim.record.progress.names["down/p"] == 7
+    assert sim.record.progress.bytes.by_name(Direction.UP)["p"] == held * 6 * 8 + 7  # and one byte of flags each
+    assert sim.record.progress.bytes.by_name(Direction.UP)["p weights"] == 7 * 3 * 8
+    assert sim.record.progress.bytes.by_name(Direction.DOWN)["p"] == 7
 
 
 def test_fedtgp_margin_is_the_largest_distance_to_the_nearest_class() -> None:

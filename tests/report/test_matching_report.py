@@ -209,7 +209,7 @@ def test_page_shows_who_learns_from_whom(run: Path, tmp_path: Path) -> None:
 def test_matrices_are_kept_only_of_small_federations(
     run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys.modules["fedspan.simulation.simulator"], "MATRIX_CLIENTS", 7)
+    monkeypatch.setattr(sys.modules["fedspan.simulation.driver"], "MATRIX_CLIENTS", 7)
     (tmp_path / "exp.toml").write_text(EXPERIMENT)
     call("run", str(tmp_path / "exp.toml"), "rounds=2", "--out", str(tmp_path / "large"), "-q")
     large = load_run(tmp_path / "large")

@@ -25,6 +25,8 @@ from fedspan.methods import FedAvg, FedRep, PflMf, name_of
 from fedspan.randomness import fold, generator, key, normal, number, torch_seed, uniform
 from fedspan.simulation import evaluation
 from fedspan.simulation.engine import choose_mapping, chunk_size
+from fedspan.simulation.identity import of_settings
+from fedspan.simulation.local_transport import LocalTransport
 from fedspan.simulation.settings import Settings, dropped, sample
 from fedspan.simulation.simulator import Simulation
 
@@ -236,8 +238,8 @@ def test_good_settings_at_their_limits() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'batchsize'. Did you mean 'batch_size'\?"):
         build(Settings, {"batchsize": 3}, "Train")
     free = Settings(workers=3, checkpoint_every=5, checkpoint_seconds=0.0, memory_mb=7)
-    assert free.deciding() == Settings().deciding()
-    assert Settings(chunk=3).deciding() != Settings().deciding() != Settings(mapping="loop").deciding()
+    assert of_settings(free) == of_settings(Settings())
+    assert of_settings(Settings(chunk=3)) != of_settings(Settings()) != of_settings(Settings(mapping="loop"))
 
 
 def test_one_model_on_one_test_set_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +257,7 @@ def test_one_model_on_one_test_set_is_evaluated_once(monkeypatch: pytest.MonkeyP
         settings = Settings(batch_size=8, workers=1, mapping="loop", dtype="float64", evaluate_every=2)
         with monkeypatch.context() as m:
             if not alike:
-                m.setattr(Simulation, "_one_for_all", lambda *_: False)
+                m.setattr(LocalTransport, "_one_for_all", lambda *_: False)
             used.clear()
             result = Simulation(
                 method_of(FedAvg, lr=0.1, **fields), make_task(), data, rounds=2, seed=1, settings=settings

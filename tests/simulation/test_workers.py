@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import psutil
@@ -16,7 +17,7 @@ import torch
 
 from conftest import assert_same
 from fedspan.errors import ConfigError, FedspanError, Refused
-from fedspan.simulation.workers import Job, Meta, Pool, WorkerError
+from fedspan.simulation.workers import Job, Meta, Pool, WorkerError, executor_of
 from fedspan.tree import Outer, Tree
 
 HERE = os.getpid()
@@ -54,7 +55,7 @@ def job(k: int, shared: str = "", **meta: Any) -> Job:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
     # The first jobs take longest, so that later ones are done before them.
-    with Pool(handle, workers) as pool:
+    with closing(executor_of(handle, workers)) as pool:
         for _ in range(2):
             results = list(pool.run([job(k, sleep=0.05 if k < 2 else 0.0) for k in range(9)]))
             assert [m["k"] for m, _ in results] == list(range(9))
@@ -67,7 +68,7 @@ def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
 
 
 def test_one_job_needs_no_worker() -> None:
-    with Pool(handle, 2) as pool:
+    with closing(Pool(handle, 2)) as pool:
         assert next(iter(pool.run([job(1)])))[0]["pid"] == os.getpid()
         assert list(pool.run([])) == []
         assert not psutil.Process().children()
@@ -75,7 +76,7 @@ def test_one_job_needs_no_worker() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_jobs_see_the_broadcast_they_name_and_its_latest_value(workers: int) -> None:
-    with Pool(handle, workers) as pool:
+    with closing(executor_of(handle, workers)) as pool:
         pool.share("a", {"bias": torch.tensor(100.0)})
         pool.share("b", {"bias": torch.tensor(200.0)})
         jobs = [job(k, shared=s) for k in (0, 1) for s in ("a", "b", "")]
@@ -93,7 +94,7 @@ def test_trees_of_all_kinds_travel() -> None:
         "e": {"f": {}},
     }
     shared: Tree = {"t": torch.eye(3, dtype=torch.float32), "none": {}}
-    with Pool(lambda meta, data, common: (meta, {"d": data, "c": common}), 2) as pool:
+    with closing(Pool(lambda meta, data, common: (meta, {"d": data, "c": common}), 2)) as pool:
         pool.share("s", shared)
         results = list(pool.run([Job({"text": "θ", "n": [1, None]}, tree_in, "s")] * 4))
         for meta, back in results:
@@ -105,7 +106,7 @@ def test_trees_of_all_kinds_travel() -> None:
 
 
 def test_an_error_in_a_worker_brings_its_traceback() -> None:
-    with Pool(handle, 2) as pool, pytest.raises(WorkerError) as e:
+    with closing(Pool(handle, 2)) as pool, pytest.raises(WorkerError) as e:
         list(pool.run([job(0), job(1, do="crash"), job(2)]))
     text = str(e.value)
     assert "Traceback" in text and "KeyError: 'no such layer: body.7'" in text and "test_workers.py" in text
@@ -120,14 +121,14 @@ def test_an_error_in_a_worker_brings_its_traceback() -> None:
 )
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_for_people_keeps_its_sentence(do: str, sentence: str, workers: int) -> None:
-    with Pool(handle, workers) as pool, pytest.raises(FedspanError) as e:
+    with closing(executor_of(handle, workers)) as pool, pytest.raises(FedspanError) as e:
         list(pool.run([job(0), job(1, do=do)]))
     assert str(e.value) == sentence
 
 
 @pytest.mark.parametrize("place", [0, 1, 5])
 def test_a_worker_that_dies_is_a_clear_sentence(place: int) -> None:
-    with Pool(handle, 2) as pool, pytest.raises(WorkerError) as e:
+    with closing(Pool(handle, 2)) as pool, pytest.raises(WorkerError) as e:
         list(pool.run([job(k, **({"do": "die"} if k == place else {})) for k in range(8)]))
     text = str(e.value)
     assert "ended unexpectedly, most likely for lack of memory" in text
@@ -136,7 +137,7 @@ def test_a_worker_that_dies_is_a_clear_sentence(place: int) -> None:
 
 
 def test_a_worker_killed_between_rounds_is_noticed() -> None:
-    with Pool(handle, 2) as pool:
+    with closing(Pool(handle, 2)) as pool:
         list(pool.run([job(k) for k in range(4)]))
         child = psutil.Process().children()[0]
         child.kill()
@@ -147,12 +148,12 @@ def test_a_worker_killed_between_rounds_is_noticed() -> None:
 
 
 def test_sys_exit_in_a_worker_is_an_error_like_any_other() -> None:
-    with Pool(handle, 2) as pool, pytest.raises(WorkerError, match="SystemExit: 4"):
+    with closing(Pool(handle, 2)) as pool, pytest.raises(WorkerError, match="SystemExit: 4"):
         list(pool.run([job(0), job(1, do="exit")]))
 
 
 def test_a_pool_works_again_after_an_error() -> None:
-    with Pool(handle, 2) as pool:
+    with closing(Pool(handle, 2)) as pool:
         with pytest.raises(WorkerError):
             list(pool.run([job(0, do="crash"), job(1, sleep=0.05), job(2), job(3)]))
         # Answers of the abandoned jobs must not be taken for those of the next.
@@ -161,7 +162,7 @@ def test_a_pool_works_again_after_an_error() -> None:
 
 
 def test_a_pool_works_again_after_a_run_was_left_early() -> None:
-    with Pool(handle, 2) as pool:
+    with closing(Pool(handle, 2)) as pool:
         for meta, _ in pool.run([job(k, sleep=0.02) for k in range(6)]):
             if meta["k"] == 1:
                 break

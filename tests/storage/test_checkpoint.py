@@ -24,7 +24,7 @@ from fedspan.errors import CheckpointError, Divergence
 from fedspan.storage import checkpoint
 from fedspan.storage.checkpoint import RunDirectory
 from fedspan.storage.client_store import ClientStore
-from fedspan.storage.tree_file import load_tree, read_tree, render, save_tree
+from fedspan.storage.tree_file import SCHEMA, load_tree, read_tree, render, save_tree
 from fedspan.tree import Outer, Tree
 
 ROUNDS = 5
@@ -305,16 +305,36 @@ def rewrite(path: Path, g: int, change: Callable[[dict[str, Any]], object]) -> N
 
 def test_schema_versions(tmp_path: Path, quick: None) -> None:
     play(tmp_path)
-    for version in (0, None, "1", -3):
+    for version in ("1", 2.5, [2], True):
         rewrite(tmp_path, ROUNDS, lambda body, v=version: body.update(schema=v))
         with RunDirectory(tmp_path, IDENTITY) as run:
             loaded = run.load()
             assert loaded is not None and loaded.round == ROUNDS - 1
             assert "unknown schema version" in run.warnings[0]
-    rewrite(tmp_path, ROUNDS, lambda body: body.update(schema=2))
+    rewrite(tmp_path, ROUNDS, lambda body: body.update(schema=SCHEMA + 1))
     with RunDirectory(tmp_path, IDENTITY) as run, pytest.raises(CheckpointError, match="newer fedspan") as caught:
         run.load()
     assert "Update fedspan, or start over with --fresh." in str(caught.value)
+
+
+@pytest.mark.parametrize("older", [lambda body: body.update(schema=1), lambda body: body.pop("schema")])
+def test_a_directory_of_an_older_layout_is_refused_and_left_as_it_is(
+    older: Callable[[dict[str, Any]], object], tmp_path: Path, quick: None
+) -> None:
+    play(tmp_path)
+    for manifest in tmp_path.glob("manifest-*.json"):
+        rewrite(tmp_path, int(manifest.stem.split("-")[1]), older)
+    before = names(tmp_path)
+    for read_only in (False, True):
+        run = RunDirectory(tmp_path, IDENTITY, read_only=read_only)
+        with run, pytest.raises(CheckpointError) as caught:
+            run.load()
+        said = str(caught.value)
+        assert said.startswith(f"Run directory {tmp_path} has the layout of an older fedspan (")
+        assert said.endswith("Start anew with --fresh, or choose another directory with --out.")
+    assert names(tmp_path) == before
+    with RunDirectory(tmp_path, IDENTITY) as run:
+        assert run.load(fresh=True) is None
 
 
 @pytest.mark.parametrize(

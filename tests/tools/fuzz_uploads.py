@@ -32,10 +32,10 @@ from fedspan.deploy.envelope import KIND, seal, unseal
 from fedspan.deploy.experiment import DataKind, stand_in
 from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
 from fedspan.errors import Refused
-from fedspan.learn.aggregate import Mean
 from fedspan.method import Abilities, Sent
 from fedspan.methods import FactorizedFLBeta, FedAvg, FedKd, PflMf
-from fedspan.simulation.driver import advance, partial_sum, stacked
+from fedspan.simulation.driver import advance
+from fedspan.simulation.transport import Collected, partial_sum, stacked
 
 EXAMPLES = 20
 
@@ -114,15 +114,13 @@ class Target:
         return fine
 
     def step(self, got: dict[int, Sent]) -> str:
-        mean = Mean()
+        found = Collected([0, 1, 2, 3])
         for i in sorted(got):
-            mean.add(partial_sum(Abilities(self.method), stacked(got[i]), self.shared, None), float(got[i].weight))
-        weights, each = {i: float(s.weight) for i, s in got.items()}, {i: s.each for i, s in got.items()}
+            sent = stacked(got[i])
+            total = partial_sum(Abilities(self.method), sent, self.shared, None)
+            found.add([i], sent.weight.tolist(), sent.each, total)
         sizes = np.full(4, EXAMPLES, np.int64)
-        server = advance(
-            self.method, self.server, 1, asked=[0, 1, 2, 3], weights=weights, each=each, mean=mean, sizes=sizes,
-            dtype=torch.float64,
-        )  # fmt: skip
+        server = advance(self.method, self.server, 1, found, sizes=sizes, dtype=torch.float64)
         return tree.digest(server)
 
 

@@ -178,7 +178,7 @@ DECLARED = wire.schema(GOOD)
 
 
 def passes(payload: Tree = GOOD, weight: float = 5.0, kind: str = "samples", **more: Any) -> None:
-    wire.gate(payload, weight, who="client 7", declared=DECLARED, kind=kind, examples=10, **more)
+    wire.check_upload(payload, weight, who="client 7", declared=DECLARED, kind=kind, examples=10, **more)
 
 
 def test_the_gate_lets_honest_uploads_through() -> None:

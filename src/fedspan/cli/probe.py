@@ -45,7 +45,7 @@ def probe(method: Method, task: Task, data: FederatedData, client: int = 0, batc
     """Run one round of one client through the engine, as the simulator does."""
     tried = try_round(method, task, data, client, batch)
     sent = tree.take(tried.answer.sent, 0)
-    return Payload(tried.down, tree.take(tried.answer.rows, 0), sent.mean, sent.each)
+    return Payload(tried.down, tree.take(tried.answer.rows, 0), sent._replace(each={}).parts, sent.each)
 
 
 def facts(name: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fedspan.methods import METHODS, find_method, make
 from fedspan.models.build import is_language
 from fedspan.randomness import torch_seed
 from fedspan.simulation.devices import Devices, assign
+from fedspan.simulation.identity import of_config
 from fedspan.simulation.settings import Settings
 from fedspan.storage.toml import checked, parse_toml, parse_value, plain, read_small, short, write_toml
 
@@ -135,7 +136,7 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """What decides the numbers of a round: more rounds, or other ways to save, continue the same run."""
-        return {**self.recorded(), "rounds": None, "name": None, "train": plain(self.train.deciding())}
+        return plain(of_config(self.recorded(), self.train))
 
 
 # ------------------------------------------------------------------------------------------------ reading

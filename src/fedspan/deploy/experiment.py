@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +17,7 @@ from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, Federation, Method
 from fedspan.models.build import is_language
 from fedspan.randomness import key, normal
+from fedspan.simulation import identity
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.settings import Settings
 from fedspan.storage.toml import parse_toml
@@ -56,9 +55,7 @@ class Experiment:
     @property
     def key(self) -> str:
         """A short hash of everything that decides the numbers; more rounds belong to the same experiment."""
-        kept = {k: v for k, v in self.config.items() if k not in ("rounds", "name", "train", "data")}
-        told = [kept, self.settings.deciding(), self.seed, self.task.fingerprint()]
-        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return identity.of_experiment(self.config, self.settings, seed=self.seed, model=self.task.fingerprint())
 
     def engine(self, data: FederatedData) -> Engine:
         """Runs one client after another, as a node has only one."""

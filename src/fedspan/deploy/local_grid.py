@@ -21,7 +21,8 @@ from fedspan.deploy.node.app_factory import make_client_app
 from fedspan.deploy.node.client_state import Held, Personal
 from fedspan.deploy.node.node import Node
 from fedspan.deploy.policy import Policy
-from fedspan.deploy.server.server import Roster, Server
+from fedspan.deploy.server.exchange import Roster
+from fedspan.deploy.server.server import Server
 
 FIRST_NODE = 100
 AT_ONCE = Policy(poll=0.01, wait=0.0, deadline=60.0)

@@ -8,21 +8,62 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.tree import Outer, Tree
+from fedspan.errors import ConfigError
+from fedspan.tree import EMPTY, Outer, Tree
 
 
 def weighted_sum(stacked: Any, weights: Tensor, keep_factors: bool = False) -> Any:
     """Σ_k w_k x_k over the leading axis. A leaf `Outer(a, b)` adds up w_k a_k b_kᵀ and becomes a matrix.
 
     With `keep_factors` an `Outer` of fewer members than its matrix has columns stays a (longer) list of factors.
+    Weights of more axes than one belong to the leading axes of every leaf.
     """
     if isinstance(stacked, dict):
         return {k: weighted_sum(v, weights, keep_factors) for k, v in stacked.items()}
     if isinstance(stacked, Outer):
+        if weights.ndim > 1:
+            raise ConfigError("Sent: a part with an Outer must have one number as its weight. Use a scalar.")
         a, b = stacked
         scaled = b * weights.to(b.dtype)[:, None]  # the short factor
         return Outer(a, scaled) if keep_factors and len(b) < b.shape[1] else a.T @ scaled
+    if weights.ndim > 1:
+        return (_over(weights, stacked) * stacked).sum(0)
     return torch.tensordot(weights.to(stacked.dtype), stacked, 1)
+
+
+def sums_by_part(stacked: Tree, weights: Tensor, own: Tree, keep_factors: bool = False) -> tuple[Tree, Tree]:
+    """Σ_k w_k x_k of every part, each with the weights in `own` under its name or else `weights`; and Σ_k own_k.
+
+    Raises:
+        ConfigError: if weights are named after no part, or do not fit its leaves.
+    """
+    for name, w in own.items():
+        if name not in stacked:
+            raise ConfigError(f"Sent: weights must be named after parts of `mean`. Got '{name}', not in {[*stacked]}.")
+        for path, x in tree.items(stacked[name]):
+            if tuple(x.shape[: w.ndim]) != tuple(w.shape):
+                raise ConfigError(
+                    f"Sent: weights of '{name}' must have the leading axes of every leaf. Got {list(w.shape[1:])} for"
+                    f" '{path or name}' of shape {list(x.shape[1:])}."
+                )
+    sums = {name: weighted_sum(part, own.get(name, weights), keep_factors) for name, part in stacked.items()}
+    return sums, {name: w.sum(0) for name, w in own.items()}
+
+
+def times_own(mean: Tree, own: Tree) -> Tree:
+    """One upload with the parts that have weights of their own multiplied by them: what it adds to the sums."""
+    return {k: _times(v, own[k]) if k in own else v for k, v in mean.items()}
+
+
+def _times(x: Any, w: Tensor) -> Any:
+    if isinstance(x, dict):
+        return {k: _times(v, w) for k, v in x.items()}
+    return Outer(x.a, x.b * w.to(x.b.dtype)) if isinstance(x, Outer) else _over(w, x) * x
+
+
+def _over(weights: Tensor, x: Tensor) -> Tensor:
+    """Weights of leading axes, ready to be multiplied with a tensor."""
+    return weights.to(x.dtype).reshape((*weights.shape, *[1] * (x.ndim - weights.ndim)))
 
 
 def weighted_mean(stacked: Any, weights: Tensor) -> Any:
@@ -36,23 +77,28 @@ def weighted_mean(stacked: Any, weights: Tensor) -> Any:
 
 
 class Mean:
-    """A weighted mean that takes partial sums one after another and adds them up in that order."""
+    """A weighted mean that takes partial sums one after another and adds them up in that order.
+
+    Attributes:
+        totals: Σ w of the parts that have weights of their own.
+    """
 
     def __init__(self) -> None:
         self.total: Any = None
         self.weight = 0.0
+        self.totals: Tree = {}
 
-    def add(self, total: Tree, weight: float) -> None:
-        """Add a partial weighted sum (from `weighted_sum`) and the weight behind it."""
+    def add(self, total: Tree, weight: float, totals: Tree = EMPTY) -> None:
+        """Add a partial weighted sum (`weighted_sum`, `sums_by_part`) and the weights behind it."""
         self.total = _open(total) if self.total is None else _join(self.total, total)
         self.weight += weight
+        self.totals = {name: self.totals[name] + w if name in self.totals else w for name, w in totals.items()}
 
     def result(self) -> Tree:
         """The mean; empty if nothing was added."""
         if self.total is None:
             return {}
-        result: Tree = _close(self.total, self.weight)
-        return result
+        return {name: _close(part, self.totals.get(name, self.weight)) for name, part in self.total.items()}
 
 
 def _open(x: Any) -> Any:
@@ -70,8 +116,14 @@ def _join(x: Any, y: Any) -> Any:
     return _matrix(x) + _matrix(y)
 
 
-def _close(x: Any, weight: float) -> Any:
-    return {k: _close(v, weight) for k, v in x.items()} if isinstance(x, dict) else _matrix(x) / weight
+def _close(x: Any, weight: float | Tensor) -> Any:
+    if isinstance(x, dict):
+        return {k: _close(v, weight) for k, v in x.items()}
+    total = _matrix(x)
+    if not isinstance(weight, Tensor):
+        return total / weight
+    w = _over(weight, total)
+    return torch.where(w > 0, total / torch.where(w > 0, w, torch.ones_like(w)), torch.zeros_like(total))
 
 
 def _matrix(x: Any) -> Tensor:

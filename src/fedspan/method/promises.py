@@ -181,7 +181,7 @@ class ChunkWatch:
         state = form_of(kept)
         if state != self.state:
             self._differ("keep a client's state in the form init_client gave it", self.state, state)
-        form = form_of({"mean": sent.mean, "each": sent.each})
+        form = form_of({"mean": sent.mean, "each": sent.each, "weights": sent.weights})
         if form != self.sent:
             before = {path: self.sent[path] for path in form if path in self.sent}
             self._differ("send the same shapes in every round", before, {path: form[path] for path in before})
@@ -220,7 +220,7 @@ def check_answer(method: Method, returned: Any) -> tuple[Tree, Sent]:
     if not isinstance(sent, Sent):
         raise PromiseError(f"{who} must return a Sent beside what is kept. Got {_called(sent)}.")
     need_tensors(method, "client_update", kept)
-    need_tensors(method, "client_update", {"weight": sent.weight, "mean": sent.mean, "each": sent.each})
+    need_tensors(method, "client_update", sent._asdict())
     if sent.weight.shape:
         raise PromiseError(f"{who} must send one number as its weight. Got shape {tuple(sent.weight.shape)}.")
     return kept, sent

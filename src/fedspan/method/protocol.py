@@ -61,6 +61,16 @@ class Sent(NamedTuple):
     """The server needs only a weighted mean of this."""
     each: Tree = EMPTY
     """The server needs every client's own copy: similarity, clustering. Sent in the clear."""
+    weights: Tree = EMPTY
+    """Weights >= 0 of their own for parts of `mean`, by name: a scalar, or a tensor over the leading axes of the part.
+
+    For such a part the server gets Σ w x / Σ w, zero where no client has weight, and Σ w as `Round.totals[name]`.
+    """
+
+    @property
+    def parts(self) -> Tree:
+        """All that is sent besides the weight, by the names under which bytes are counted."""
+        return {**self.mean, **self.each, **{f"{name} weights": w for name, w in self.weights.items()}}
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,8 @@ class Round:
     mean: Tree
     each: Tree
     missing: Tensor
+    totals: Tree = field(default_factory=dict)
+    """Σ w of the parts of `mean` that have weights of their own (`Sent.weights`)."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class FedProto(Training, Coded, Adapts):
     the paper) or 1 (`uniform`, as public code does). Clients minimise cross-entropy + λ·(mean squared distance between
     features and the global prototype of their class); prototypes are taken after training, in evaluation mode (some
     public code collects them on the way). A class nobody reported in a round keeps its prototype. Prediction by the
-    head, or by the nearest global prototype (`predict_by`; the head decides while there are none). Kept: theta. Sent: p
-    and n.
+    head, or by the nearest global prototype (`predict_by`; the head decides while there are none). Kept: theta. Sent:
+    p, with n as the weights of its rows.
     """
 
     about = About(
@@ -79,12 +79,11 @@ class FedProto(Training, Coded, Adapts):
         return {"theta": theta}, self._sent(one, own, n)
 
     def _sent(self, weight: Tensor, p: Tensor, n: Tensor) -> Sent:
-        return Sent(weight, mean={"p": n[:, None] * p, "n": n})
+        return Sent(weight, mean={"p": p}, weights={"p": n})
 
     def server_update(self, server: Tree, round: Round) -> Tree:
-        p, n = round.mean["p"], round.mean["n"]
-        fresh = p / n.clamp_min(torch.finfo(n.dtype).tiny)[:, None]
-        return {"p": torch.where(n[:, None] > 0, fresh, server["p"])}
+        n = round.totals["p"]
+        return {"p": torch.where(n[:, None] > 0, round.mean["p"], server["p"])}  # Σ n p / Σ n
 
     def personal_plan(self, task: Task) -> Mapping[str, Amount]:
         return {}

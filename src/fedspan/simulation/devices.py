@@ -119,7 +119,7 @@ def measure(method: Method, task: Task, data: FederatedData, client: int, settin
     trial = try_round(method, task, one, client, size, epochs=settings.epochs, round=2, level=level, within=within)
     held = tree.nbytes(trial.rows) + tree.nbytes(trial.common) + peak.most
     sent = tree.take(trial.answer.sent, 0)
-    up = wire.count({**sent.mean, **sent.each}) | {k: int(v[0]) for k, v in trial.answer.coded.items()}
+    up = wire.count(sent.parts) | {k: int(v[0]) for k, v in trial.answer.coded.items()}
     down = wire.count(trial.down)
     return Cost(counter.get_total_flops() / several, held, sum(up.values()), sum(down.values()))
 

@@ -1,59 +1,310 @@
-"""What a server does with the uploads of a round, wherever they come from: the simulator and a deployment share it."""
+"""The round driver: sample, ask, collect, average, watch, announce, evaluate, record; again until all rounds are done.
+
+It is the same for a simulation and for a deployment, which differ in their transport and in a few hooks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.data.federated import Index
 from fedspan.errors import Divergence
-from fedspan.learn.aggregate import Mean, weighted_sum
-from fedspan.method import Abilities, Capacity, Method, Round, Sent
+from fedspan.method import Abilities, Method, Round
+from fedspan.method.fields import flat, with_keys
 from fedspan.method.promises import Unchanged, check_server
+from fedspan.methods import name_of
+from fedspan.randomness import generator
+from fedspan.simulation import evaluation
+from fedspan.simulation.engine import Engine
+from fedspan.simulation.record import Progress, Record
+from fedspan.simulation.result import Result, versions
+from fedspan.simulation.settings import sample
+from fedspan.simulation.transport import Collected, Sums, Transport
 from fedspan.tree import Tree
+from fedspan.wire import Direction, Ledger
+
+MATRIX_CLIENTS = 100  # beyond that a matrix over the clients would swell every line of the metrics
+MOST_HALVINGS = 3
+
+Line: TypeAlias = dict[str, Any]
+OnRound: TypeAlias = Callable[[Line], None]
 
 
-def in_order(ids: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
-    """The largest clients first, so that a chunk wastes little on empty slots; the order in which uploads are added."""
-    return sorted(ids, key=lambda i: (-sizes[i], i))
+@dataclass(frozen=True)
+class Evaluated:
+    """Measures of every client that was looked at, and their summaries."""
+
+    clients: dict[str, list[float | None]]
+    found: dict[str, dict[str, float]]
 
 
-def partial_sum(able: Abilities, sent: Sent, shared: Tree, capacity: Capacity) -> Tree:
-    """Σ w·lift(mean) over stacked uploads of one capacity."""
-    lifted, lifts = sent.mean, able.lifts
-    if lifts is not None and len(sent.weight):
-        lifted = torch.func.vmap(lambda mean: lifts.lift(mean, shared, capacity))(lifted)
-    total: Tree = weighted_sum(lifted, sent.weight, keep_factors=True)
-    return total
+@dataclass(frozen=True)
+class Before:
+    """The state before a round, to go back to."""
+
+    server: Tree
+    common: Tree
+    news: dict[str, Tree]
+    progress: Progress
 
 
-def advance(
-    method: Method,
-    server: Tree,
-    t: int,
-    *,
-    asked: Sequence[int],
-    weights: Mapping[int, float],
-    each: Mapping[int, Tree],
-    mean: Mean,
-    sizes: Index,
-    dtype: torch.dtype,
-) -> Tree | None:
+class RoundDriver:
+    """A run over a transport; `run()` does what is left to do.
+
+    Args:
+        engine: the method with its task, as clients run it.
+        record: the run's state, found again or new.
+        rounds: how many there shall be in all.
+        config: the configuration to keep with the results.
+    """
+
+    always_save: ClassVar[bool] = False
+    """Whether to write a checkpoint after every round, however quick."""
+
+    def __init__(
+        self, engine: Engine, record: Record, transport: Transport, *, rounds: int, config: dict[str, Any]
+    ) -> None:
+        self.engine, self.record, self.transport, self.rounds, self.config = engine, record, transport, rounds, config
+        self.method, self.seed, self.settings, self.out = engine.method, engine.seed, record.settings, record.out
+        self.clients = record.federation.clients
+        self._busy = False
+        self._last: Evaluated | None = None
+        for _ in range(record.progress.halvings):
+            self._halve()
+
+    @property
+    def messages(self) -> list[str]:
+        """What a person should be told: resumption, damage found, step sizes halved."""
+        return self.record.messages
+
+    def run(self, on_round: OnRound | None = None) -> Result:
+        """Do the rounds that are left, evaluate, and return the result.
+
+        Raises:
+            Divergence: if training leaves the finite numbers; the last good state has been saved.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # so that the numbers are the same in this process and in every worker
+        try:
+            while self.record.progress.round < self.rounds:
+                with self._undisturbed() as interrupted:
+                    line = self._step()
+                self._stepped(line)
+                if on_round is not None:
+                    on_round(line)
+                if interrupted:
+                    raise KeyboardInterrupt
+            if self._last is None:  # a run of no rounds, or one that was finished before
+                self.transport.ready()
+                self._last = self._evaluate(self.record.progress.round, Ledger())
+            self.record.save(force=True)
+            return self._result()
+        except KeyboardInterrupt:
+            if not self._busy:  # in the middle of a round the last checkpoint is the last consistent state
+                self.record.save(force=True)
+            raise
+        finally:
+            self.transport.close()
+            torch.set_num_threads(threads)
+            self.record.close()
+
+    # ------------------------------------------------------------------------------------------------ hooks
+
+    def _undisturbed(self) -> AbstractContextManager[list[bool]]:
+        """Around every round; a list that is not empty afterwards asks to stop."""
+        return nullcontext([])
+
+    def _stepped(self, line: Line) -> None:
+        """Called after every round that was kept."""
+
+    def _about(self) -> dict[str, Any]:
+        """Fields of the result that only this kind of run knows."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------ a round
+
+    def _step(self) -> Line:
+        """One round with its evaluation; a round that diverges is taken back whole."""
+        t = self.record.progress.round + 1
+        while True:
+            self.transport.ready()
+            self._busy = True
+            before = self._remember()
+            try:
+                line = self._measured_round(t)
+                break
+            except Divergence as e:
+                self._take_back(before)
+                if not self._may_repeat():
+                    self.record.save(force=True)
+                    raise
+                self._repeat_with_half(str(e))
+        self.record.lines.append(line)
+        self._busy = False
+        self.record.save(force=self.always_save)
+        return line
+
+    def _measured_round(self, t: int) -> Line:
+        """A round, its evaluation where one is due, and the bytes of both."""
+        start, ledger = time.perf_counter(), Ledger()
+        line = self._round(t, ledger)
+        progress = self.record.progress
+        progress.round = t
+        line["seconds"] = time.perf_counter() - start
+        progress.seconds["train"] += line["seconds"]
+        due = t % self.settings.evaluate_every == 0 or t == self.rounds
+        if due:
+            line |= self._measure(t, ledger)
+        progress.bytes.merge(ledger)
+        line["bytes"] = ledger.totals(d for d in self.transport.counted if due or d != Direction.EVALUATE)
+        return line
+
+    def _round(self, t: int, ledger: Ledger) -> Line:
+        """Sample, ask, collect; average, watch, announce; keep."""
+        r, able = self.record, self.engine.able
+        sampled = sample(self.clients, self.settings, self.seed, t)
+        got = self.transport.train(t, sampled, ledger)
+        server = None
+        if got.enough:
+            dtype = self.settings.torch_dtype
+            server = advance(self.method, r.server, t, got, sizes=self.transport.sizes, dtype=dtype)
+        common, news = r.common, None
+        if server is not None:
+            r.progress.last_norm = self._watch(t, server)
+            news = able.announces.announce(server, t)
+        if news is not None:
+            common = able.announces.hear(common, news)
+        # Nothing of the round is kept before all of it is known to be finite.
+        self.transport.keep()
+        r.server, r.common = tree.contiguous(r.server if server is None else server), tree.contiguous(common)
+        if news is not None:
+            self.transport.announce(news, ledger)
+        ledger.add(Direction.META, 8 * len(got.weights))  # the weight of each upload
+        skipped = server is None
+        return {"round": t, "sampled": len(sampled), "answered": len(got.weights), "skipped": skipped, **got.facts}
+
+    def _watch(self, t: int, server: Tree) -> float:
+        """Raise before a state that is not finite, or grows without measure, replaces a good one."""
+        p, by = self.record.progress, self.transport
+        return watch(
+            self.engine.able, t, server, before=p.last_norm, start=p.start_norm, who=by.who, advice=by.advice()
+        )
+
+    # ------------------------------------------------------------------------------------------------ divergence
+
+    def _remember(self) -> Before:
+        r = self.record
+        return Before(r.server, r.common, dict(r.news), copy.deepcopy(r.progress))
+
+    def _take_back(self, before: Before) -> None:
+        r = self.record
+        r.server, r.common, r.news, r.progress = before.server, before.common, before.news, before.progress
+        self.transport.take_back()
+
+    def _may_repeat(self) -> bool:
+        halve = self.settings.on_divergence == "halve" and self.transport.repeats
+        return halve and self.record.progress.halvings < MOST_HALVINGS
+
+    def _repeat_with_half(self, why: str) -> None:
+        progress = self.record.progress
+        progress.halvings += 1
+        self._halve()
+        progress.notes.append(f"{why} Step sizes halved ({progress.halvings} of {MOST_HALVINGS}).")
+        self.messages.append(progress.notes[-1])
+
+    def _halve(self) -> None:
+        """Halve every learning rate of the method; workers start anew with it."""
+        rates = {k: v for k, v in flat(self.method).items() if k == "lr" or k.startswith("lr_")}
+        self.method = with_keys(self.method, **{k: v / 2 for k, v in rates.items() if v is not None})
+        self.engine = self.transport.engine = replace(self.engine, method=self.method)
+        self.transport.close()
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def _measure(self, t: int, ledger: Ledger) -> Line:
+        """Evaluate, and return what belongs into the round's line."""
+        start = time.perf_counter()
+        self._last = self._evaluate(t, ledger)
+        self.record.progress.seconds["evaluate"] += time.perf_counter() - start
+        observed, kept = self.engine.able.observed, {}
+        seen = observed.monitor(self.record.server)
+        if self.clients <= MATRIX_CLIENTS:
+            kept = {k: _rounded(m) for k, m in observed.matrices(self.record.server).items()}
+        return {**self._last.found, **({"monitor": seen} if seen else {}), **({"matrices": kept} if kept else {})}
+
+    def _evaluate(self, t: int, ledger: Ledger) -> Evaluated:
+        """Per-client measures with a fresh download for every client, and their summaries."""
+        chosen = list(range(self.clients))
+        if self.settings.evaluate_clients is not None and t < self.rounds:
+            rng = generator(self.seed, "evaluate", t)
+            size = min(len(chosen), self.settings.evaluate_clients)
+            chosen = sorted(rng.choice(chosen, size, replace=False).tolist())
+        clients = _per_client(self.transport.measure(t, chosen, ledger), chosen)
+        if self.settings.evaluate_after:  # the local round that would come next; its download is the one just counted
+            after = _per_client(self.transport.measure(t + 1, chosen, Ledger(), after=True), chosen)
+            clients |= {f"{k}_after": v for k, v in after.items() if k != "n"}
+        found = {k: v for k, v in evaluation.summarise(clients).items() if v}
+        if not all(math.isfinite(x) for v in found.values() for x in v.values()):
+            by = self.transport
+            raise Divergence(f"{by.who}: evaluation after round {t} gave NaN or infinity; {by.advice()}")
+        return Evaluated({"id": list(map(float, chosen)), **clients}, found)
+
+    # ------------------------------------------------------------------------------------------------ results
+
+    def _result(self) -> Result:
+        assert self._last is not None
+        p, lines = self.record.progress, self.record.lines
+        names = {d.value: p.bytes.by_name(d) for d in (Direction.UP, Direction.DOWN)}
+        result = Result(
+            method=name_of(self.method),
+            seed=self.seed,
+            rounds=p.round,
+            accuracy=evaluation.protocols(self._last.found, lines),
+            measures=self._last.found,
+            per_client=self._last.clients,
+            bytes={**p.bytes.totals(self.transport.counted), "names": names},
+            seconds=dict(p.seconds),
+            config=self.config,
+            versions=versions(),
+            curve=lines,
+            digest=self.record.digest(),
+            messages=self.messages,
+            **self._about(),
+        )
+        if self.out is not None:
+            result.write(Path(self.out))
+        return result
+
+
+# ---------------------------------------------------------------------------------------------------- steps of a round
+
+
+def advance(method: Method, server: Tree, t: int, got: Collected, *, sizes: Index, dtype: torch.dtype) -> Tree | None:
     """The server's state after round t; None if the uploads have no weight, and it stays as it is."""
-    if sum(weights.values()) == 0.0:
+    if sum(got.weights.values()) == 0.0:
         return None
-    ids = sorted(weights)
+    ids = sorted(got.weights)
     told = Round(
         round=t,
         ids=torch.tensor(ids),
         n=torch.from_numpy(sizes[ids]).to(dtype),
-        weights=torch.tensor([weights[i] for i in ids], dtype=dtype),
-        mean=mean.result(),
-        each=tree.stack([each[i] for i in ids]),
-        missing=torch.tensor([i for i in asked if i not in weights], dtype=torch.int64),
+        weights=torch.tensor([got.weights[i] for i in ids], dtype=dtype),
+        mean=got.mean.result(),
+        each=tree.stack([got.each[i] for i in ids]),
+        missing=torch.tensor([i for i in got.asked if i not in got.weights], dtype=torch.int64),
+        totals=got.mean.totals,
     )
     given = Unchanged(server=server, mean=told.mean, each=told.each)
     new = check_server(method, server, method.server_update(server, told), t)
@@ -78,10 +329,10 @@ def watch(able: Abilities, t: int, server: Tree, *, before: float, start: float,
     return norm
 
 
-def stacked(sent: Sent) -> Sent:
-    """One upload as a stack of one."""
-    return Sent(*(tree.map(_row, part) for part in sent))
+def _per_client(sums: Sums, chosen: list[int]) -> dict[str, list[float | None]]:
+    return evaluation.per_client({k: np.array([v.get(i, 0.0) for i in chosen], np.float64) for k, v in sums.items()})
 
 
-def _row(t: Tensor) -> Tensor:
-    return t[None]
+def _rounded(matrix: Tensor) -> list[list[float | None]]:
+    """A matrix for a line of the metrics: four digits are enough to draw it, and JSON has no NaN."""
+    return [[round(v, 4) if math.isfinite(v) else None for v in row] for row in matrix.tolist()]

@@ -89,6 +89,7 @@ class Engine:
         """
         task, shared = self.model(capacity), tree.aligned(shared)
         codecs = {} if raw else self.able.coded.codecs(round)
+        rows, own = tree.aligned((rows, own))  # now, so that what is watched is what the method is given
         given = {"rows": rows, "shared": shared, "own": own, "common": common}
         watch = ChunkWatch(self.method, round, self._shapes, capacity, **given)
 
@@ -96,7 +97,7 @@ class Engine:
             client, sent = watch.update(task, client, {**shared, **mine}, visit)
             mean, sizes = wire.roundtrip(sent.mean, codecs)
             each, more = wire.roundtrip(sent.each, codecs)
-            return client, Sent(sent.weight, mean, each), sizes | more
+            return client, Sent(sent.weight, mean, each, sent.weights), sizes | more
 
         new, sent, coded = self._each(one, capacity, round, ids, rows, own, common, self.method.plan(), None)
         watch.finish()

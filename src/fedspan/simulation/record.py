@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +17,16 @@ import torch
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.method import Capacity, Federation
-from fedspan.method.fields import flat as flat_keys
+from fedspan.method.fields import flat
 from fedspan.method.promises import need_tensors
 from fedspan.methods import name_of
+from fedspan.simulation import identity
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.settings import Settings
 from fedspan.storage.checkpoint import Loaded, RunDirectory
 from fedspan.storage.client_store import ClientStore
 from fedspan.tree import Tree
+from fedspan.wire import Ledger
 
 
 @dataclass
@@ -33,8 +34,7 @@ class Progress:
     """What has been done so far, as numbers."""
 
     round: int = 0
-    totals: Counter[str] = field(default_factory=Counter)  # bytes by direction
-    names: Counter[str] = field(default_factory=Counter)  # bytes by direction and name
+    bytes: Ledger = field(default_factory=Ledger)
     seconds: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "evaluate": 0.0})
     halvings: int = 0
     start_norm: float = 0.0
@@ -42,17 +42,17 @@ class Progress:
     notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
     deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
 
-    def by_name(self) -> dict[str, dict[str, int]]:
-        """Bytes of every name, up and down."""
-        return {
-            d: {k.split("/", 1)[1]: v for k, v in sorted(self.names.items()) if k.startswith(d)} for d in ("up", "down")
-        }
+    @property
+    def totals(self) -> dict[str, int]:
+        """Bytes by direction."""
+        return self.bytes.totals()
 
 
 class Record:
     """The state of a run: server, common and client state, progress and metrics; on disk if there is a directory.
 
     Args:
+        config: the configuration as it is kept with the results, with what else decides the numbers.
         clients: whether the clients' private states are here too; in a deployment they never are.
 
     Attributes:
@@ -85,10 +85,16 @@ class Record:
         self.directory: RunDirectory | None = None
         loaded = None
         if out is not None:
-            identity = {"config": config, "train": settings.deciding(), "seed": engine.seed, "mapping": engine.mapping}
-            identity |= {"method": {"name": name_of(engine.method), **flat_keys(engine.method)}}
-            identity |= {"data.fingerprint": fingerprint(engine.data), "model.fingerprint": engine.task.fingerprint()}
-            self.directory = RunDirectory(out / "checkpoints", flat(identity), read_only=read_only)
+            decides = identity.of_run(
+                config,
+                settings,
+                method={"name": name_of(engine.method), **flat(engine.method)},
+                seed=engine.seed,
+                mapping=engine.mapping,
+                data={"fingerprint": fingerprint(engine.data)},
+                model={"fingerprint": engine.task.fingerprint()},
+            )
+            self.directory = RunDirectory(out / "checkpoints", decides, read_only=read_only)
             try:
                 loaded = self.directory.load(fresh=fresh)
             except BaseException:
@@ -125,8 +131,7 @@ class Record:
                 self.stores[c].restore(rows)
             self.server, self.common = loaded.server["server"], loaded.server["common"]
             self.news = loaded.server.get("news", {})
-            e = dict(loaded.extra)
-            e |= {"totals": Counter(e["totals"]), "names": Counter(e["names"])}
+            e = {**loaded.extra, "bytes": Ledger.from_json(loaded.extra["bytes"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)
 
@@ -148,7 +153,7 @@ class Record:
             f.flush()
             os.fsync(f.fileno())
             length = f.tell()
-        p = dict(vars(self.progress))
+        p = {**vars(self.progress), "bytes": self.progress.bytes.to_json()}
         done = p.pop("round")
         state = {"server": self.server, "common": self.common, **({"news": self.news} if self.news else {})}
         self.directory.save(done, state, list(self.stores.values()), p, length)
@@ -189,9 +194,9 @@ class Record:
         return found
 
     def digest(self) -> str:
-        """SHA-256 of the server's and every client's state."""
-        rows = {str(i): self.row(i) for i in range(self.federation.clients)}
-        return tree.digest({"server": self.server, "common": self.common, "clients": rows})
+        """SHA-256 of the server's state and, where they are here, every client's."""
+        rows = {"clients": {str(i): self.row(i) for i in range(self.federation.clients)}} if self.stores else {}
+        return tree.digest({"server": self.server, "common": self.common, **rows})
 
     def _store(self, engine: Engine, capacity: Capacity) -> ClientStore:
         members = [i for i, c in enumerate(self.federation.capacities) if c == capacity]
@@ -229,14 +234,3 @@ def fingerprint(data: FederatedData) -> str:
         for rows in part:
             h.update(len(rows).to_bytes(8, "little") + rows.tobytes())
     return h.hexdigest()
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one dict with dotted keys."""
-    out: dict[str, Any] = {}
-    for k, v in values.items():
-        if isinstance(v, dict):
-            out |= flat(v, f"{prefix}{k}.")
-        else:
-            out[prefix + k] = list(v) if isinstance(v, tuple) else v
-    return out

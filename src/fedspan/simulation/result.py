@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import nn
 
+from fedspan import __version__
 from fedspan.errors import FedspanError
 from fedspan.storage.atomic import write_whole
 
 if TYPE_CHECKING:
     from fedspan.simulation.simulator import Simulation
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on besides the configuration."""
+    return {
+        "fedspan": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+    }
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from fedspan.randomness import generator
 class Settings:
     """How a run is carried out: the `[train]` section of an experiment file.
 
-    `mapping`, `chunk` and everything above them but `evaluate_after` decide the numbers; what follows does not.
+    Those that cannot change the numbers are named in `simulation.identity`.
     """
 
     participation: Share = 1.0
@@ -63,11 +63,6 @@ class Settings:
     def torch_dtype(self) -> torch.dtype:
         """What numbers are computed in."""
         return torch.float64 if self.dtype == "float64" else torch.float32
-
-    def deciding(self) -> dict[str, Any]:
-        """The settings that can change the numbers."""
-        free = {"evaluate_after", "workers", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
-        return {k: v for k, v in asdict(self).items() if k not in free}
 
 
 def sample(clients: int, settings: Settings, seed: int, t: int) -> list[int]:

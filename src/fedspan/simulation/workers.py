@@ -1,31 +1,30 @@
-"""Worker processes for one machine: forked once, fed over sockets, one thread each.
+"""Executors: who runs the chunks of a round on one machine, this process or worker processes.
 
-Two single-threaded processes use two cores fully; threads would wait for each other (interpreter lock, page faults).
-Trees travel as safetensors bytes. With one worker everything runs in this process, which is also the way to debug.
+Worker processes are forked once, fed over sockets, one thread each: two single-threaded processes use two cores fully;
+threads would wait for each other (interpreter lock, page faults). Trees travel as safetensors bytes. With one worker
+everything runs in this process, which is also the way to debug.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from fedspan.errors import FedspanError
 from fedspan.storage.malloc import keep_heap
 from fedspan.tree import EMPTY, Tree
-from fedspan.wire import pack, unpack
+from fedspan.wire import framing, pack, unpack
 
 Meta: TypeAlias = dict[str, Any]
 ChunkHandler: TypeAlias = Callable[[Meta, Tree, Tree], tuple[Meta, Tree]]
@@ -45,13 +44,53 @@ class WorkerError(RuntimeError):
     """A worker failed; carries its traceback."""
 
 
-class Pool:
-    """Runs jobs on `workers` processes; the results come in the order of the jobs, whatever the workers do."""
+class Executor(Protocol):
+    """Runs jobs somewhere; the results come in the order of the jobs, wherever and whenever they are done."""
+
+    def share(self, name: str, data: Tree) -> None:
+        """Make a tree available to the jobs that name it; it replaces what had that name."""
+        ...
+
+    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
+        """Results of all jobs, in order, as soon as each and all before it are done."""
+        ...
+
+    def close(self) -> None:
+        """Let go of whatever runs them; a later `run` starts anew."""
+        ...
+
+
+class InProcess:
+    """Runs jobs in this process, one after another."""
+
+    def __init__(self, handler: ChunkHandler) -> None:
+        self.handler = handler
+        self._shared: dict[str, Tree] = {}
+
+    def share(self, name: str, data: Tree) -> None:
+        """Make a tree available to the jobs that name it; it replaces what had that name."""
+        self._shared[name] = data
+
+    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
+        """Results of all jobs, in order."""
+        for job in jobs:
+            yield self.handler(job.meta, job.data, self._shared.get(job.shared, EMPTY))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def executor_of(handler: ChunkHandler, workers: int) -> Executor:
+    """Worker processes, or this one where one is enough; forking a process that uses torch is safe on Linux only."""
+    return Pool(handler, workers) if workers > 1 and sys.platform == "linux" else InProcess(handler)
+
+
+class Pool(InProcess):
+    """Runs jobs on `workers` processes; a single job is not worth the way to one."""
 
     def __init__(self, handler: ChunkHandler, workers: int) -> None:
-        self.handler = handler
-        self.workers = workers if sys.platform == "linux" else 1  # forking a process that uses torch is safe on Linux
-        self._shared: dict[str, Tree] = {}
+        super().__init__(handler)
+        self.workers = workers
         self._packed: dict[str, bytes] = {}
         self._socks: list[socket.socket] = []
         self._pids: list[int] = []
@@ -59,16 +98,15 @@ class Pool:
 
     def share(self, name: str, data: Tree) -> None:
         """Make a tree available to the jobs that name it; it replaces what had that name."""
-        self._shared[name] = data
+        super().share(name, data)
         self._packed.pop(name, None)
         for has in self._has:
             has.discard(name)
 
     def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
         """Results of all jobs, in order, as soon as each and all before it are done."""
-        if self.workers <= 1 or len(jobs) <= 1:
-            for job in jobs:
-                yield self.handler(job.meta, job.data, self._shared.get(job.shared, EMPTY))
+        if len(jobs) <= 1:
+            yield from super().run(jobs)
             return
         if not self._socks:
             self._start()
@@ -103,12 +141,6 @@ class Pool:
                 os.waitpid(pid, 0)
         self._socks, self._pids, self._has = [], [], []
 
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ------------------------------------------------------------------------------------------- parent side
 
     def _start(self) -> None:
@@ -138,22 +170,20 @@ class Pool:
             return
         job = jobs[k]
         at[worker] = k
-        common = b""
-        if job.shared and job.shared not in self._has[worker]:
-            if job.shared not in self._packed:
-                self._packed[job.shared] = pack(self._shared[job.shared])
-            common = self._packed[job.shared]
-            self._has[worker].add(job.shared)
         try:
-            head = {"meta": job.meta, "shared": job.shared, "new": bool(common)}
-            _send(self._socks[worker], head, pack(job.data), common)
+            if job.shared and job.shared not in self._has[worker]:
+                if job.shared not in self._packed:
+                    self._packed[job.shared] = pack(self._shared[job.shared])
+                framing.send(self._socks[worker], {"share": job.shared}, self._packed[job.shared])
+                self._has[worker].add(job.shared)
+            framing.send(self._socks[worker], {"meta": job.meta, "shared": job.shared}, pack(job.data))
         except OSError:
             raise self._dead(worker) from None
 
     def _answer(self, worker: int) -> tuple[Meta, Tree]:
         try:
-            head, data, _ = _receive(self._socks[worker])
-        except (EOFError, OSError):
+            head, data = framing.receive(self._socks[worker])
+        except OSError:
             raise self._dead(worker) from None
         if "error" in head:
             known: list[type[Exception]] = [FedspanError, *FedspanError.__subclasses__()]
@@ -177,43 +207,19 @@ class Pool:
         shared: dict[str, Tree] = {}
         while True:
             try:
-                head, data, common = _receive(sock)
-            except (EOFError, OSError):
+                head, data = framing.receive(sock)
+            except OSError:
                 return
             try:
-                if head["new"]:
-                    shared[head["shared"]] = unpack(common)
+                if "share" in head:  # asked for by the job that comes next
+                    shared[head["share"]] = unpack(data)
+                    continue
                 meta, tree = self.handler(head["meta"], unpack(data), shared.get(head["shared"], EMPTY))
-                _send(sock, {"meta": meta}, pack(tree))
+                framing.send(sock, {"meta": meta}, pack(tree))
             except FedspanError as e:
-                _send(sock, {"error": str(e), "kind": type(e).__name__})
+                framing.send(sock, {"error": str(e), "kind": type(e).__name__})
             except BaseException:
-                _send(sock, {"error": traceback.format_exc(), "kind": ""})
-
-
-def _send(sock: socket.socket, head: Meta, data: bytes = b"", common: bytes = b"") -> None:
-    text = json.dumps(head).encode()
-    sock.sendall(struct.pack("<QQQ", len(text), len(data), len(common)) + text)
-    for part in (data, common):
-        if part:
-            sock.sendall(part)
-
-
-def _receive(sock: socket.socket) -> tuple[Meta, bytearray, bytearray]:
-    sizes = struct.unpack("<QQQ", _exactly(sock, 24))
-    text, data, common = (_exactly(sock, n) for n in sizes)
-    return json.loads(bytes(text)), data, common
-
-
-def _exactly(sock: socket.socket, n: int) -> bytearray:
-    buffer = bytearray(n)
-    view, got = memoryview(buffer), 0
-    while got < n:
-        k = sock.recv_into(view[got:])
-        if k == 0:
-            raise EOFError
-        got += k
-    return buffer
+                framing.send(sock, {"error": traceback.format_exc(), "kind": ""})
 
 
 def die_with_parent(parent: int) -> None:

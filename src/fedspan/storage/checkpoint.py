@@ -30,7 +30,7 @@ from fedspan.errors import CheckpointError, Divergence
 from fedspan.storage import tree_file
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.lock import Lock
-from fedspan.storage.tree_file import Segment, TooNew, load_tree, read_manifest, render, text
+from fedspan.storage.tree_file import Segment, TooNew, TooOld, load_tree, read_manifest, render, text
 from fedspan.tree import Tree
 
 KEEP = 3
@@ -105,7 +105,7 @@ class RunDirectory:
 
         Raises:
             CheckpointError: if there are checkpoints but none can be used, or they are of another configuration, or of
-                a newer fedspan.
+                a newer or an older fedspan.
         """
         self.warnings, self._manifests, self._loaded = [], {}, True
         if fresh and not self.read_only:
@@ -124,7 +124,7 @@ class RunDirectory:
                     loaded = self._open(body)
                     self._run = str(body["run"])
                 self._manifests[g] = body
-            except TooNew:
+            except (TooNew, TooOld):
                 raise
             except CheckpointError as e:
                 if loaded is None:

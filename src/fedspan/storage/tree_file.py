@@ -32,7 +32,7 @@ Block: TypeAlias = NDArray[np.uint8]
 Places: TypeAlias = NDArray[np.int64]
 
 BLOCK_BYTES = 8 << 20  # rows are copied in pieces of this size, so that memory stays flat
-SCHEMA = 1  # of manifests
+SCHEMA = 2  # of manifests and of what the checkpoints of a run hold
 _MAX_HEADER = 16 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
@@ -268,11 +268,15 @@ class TooNew(CheckpointError):
     """Nothing is wrong with the files, so falling back would only lose rounds."""
 
 
+class TooOld(CheckpointError):
+    """Nothing is wrong with the files, but they are of a layout that is not read any more."""
+
+
 def read_manifest(directory: Path, g: int) -> dict[str, Any]:
     """Generation g's manifest, if every byte of it is right.
 
     Raises:
-        CheckpointError: if it is not; `TooNew` if only this fedspan is too old for it.
+        CheckpointError: if it is not; `TooNew` or `TooOld` if only this fedspan is too old or too new for it.
     """
     name = f"manifest-{g}.json"
     try:
@@ -288,6 +292,11 @@ def read_manifest(directory: Path, g: int) -> dict[str, Any]:
         raise TooNew(
             f"Checkpoint: generation {g} of {directory} was written by a newer fedspan (schema {schema}, this one "
             f"reads {SCHEMA}). Update fedspan, or start over with --fresh."
+        )
+    if schema is None or (type(schema) is int and schema < SCHEMA):
+        raise TooOld(
+            f"Run directory {directory} has the layout of an older fedspan (schema {schema or 'without a number'}, this"
+            f" one reads {SCHEMA}). Start anew with --fresh, or choose another directory with --out."
         )
     if schema != SCHEMA:
         raise CheckpointError(f"{name} has the unknown schema version {schema!r} (this fedspan reads {SCHEMA})")

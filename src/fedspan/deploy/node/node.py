@@ -76,6 +76,7 @@ class Node:
             personal.save(replace(held, row=tree.contiguous(row), round=t))
         codecs = engine.able.coded.codecs(t)
         upload = {"mean": wire.encode(sent.mean, codecs), "each": wire.encode(sent.each, codecs)}
+        upload |= {"weights": sent.weights} if sent.weights else {}
         facts = {"status": "done", "weight": float(sent.weight), "heard": held.heard, "ahead": held.ahead}
         return facts, wire.pack(tree.contiguous(upload))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from fedspan.deploy.operations import unix_socket
 from fedspan.errors import FedspanError
+from fedspan.wire import framing
 
 NOTE = "worker.json"
 
@@ -36,13 +37,13 @@ def call(node: Path, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any],
         return None
     with connection:
         try:
-            unix_socket.send(connection, head, body)
-            answer, data = unix_socket.receive(connection)
+            framing.send(connection, head, body)
+            answer, data = framing.receive(connection)
         except OSError:
             return None  # it was killed on the way; its state on disk is whole, so the work can be done here
     if "error" in answer:
         raise WorkerFault(str(answer["error"])[:2000])
-    return answer["facts"], data
+    return answer["facts"], bytes(data)
 
 
 def serve(node: Path) -> None:
@@ -52,13 +53,13 @@ def serve(node: Path) -> None:
     service = Service(node)
 
     def answer(connection: socket.socket) -> None:
-        head, body = unix_socket.receive(connection)
+        head, body = framing.receive(connection)
         try:
-            facts, data = service.handle(head["experiment"], head["facts"], body)
-            unix_socket.send(connection, {"facts": facts}, data)
+            facts, data = service.handle(head["experiment"], head["facts"], bytes(body))
+            framing.send(connection, {"facts": facts}, data)
         except Exception as e:
             print(f"Worker: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
-            unix_socket.send(connection, {"error": f"{type(e).__name__}: {e}"}, b"")
+            framing.send(connection, {"error": f"{type(e).__name__}: {e}"})
 
     unix_socket.serve(node / NOTE, answer)
 

@@ -18,7 +18,7 @@ from fedspan.deploy.experiment import DataKind
 from fedspan.deploy.node import worker
 from fedspan.deploy.operations import prefork, processes
 from fedspan.deploy.policy import Policy
-from fedspan.deploy.server.server import Roster
+from fedspan.deploy.server.exchange import Roster
 from fedspan.errors import ConfigError, FedspanError, safe_name
 from fedspan.method.named_code import allowance
 from fedspan.storage.atomic import write_whole

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from fedspan.deploy.operations import prefork_request, unix_socket
+from fedspan.wire import framing
 
 NOTE = "starter.json"
 PROGRAM = "flwr-clientapp"
@@ -41,7 +42,7 @@ def serve(node: Path) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
 
     def answer(connection: socket.socket) -> None:
-        head, _ = unix_socket.receive(connection)
+        head, _ = framing.receive(connection)
         if os.fork() == 0:
             status = 1
             try:
@@ -55,7 +56,7 @@ def serve(node: Path) -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)  # nothing of the starter's own may be cleared away here
-        unix_socket.send(connection, {"started": True}, b"")
+        framing.send(connection, {"started": True})
 
     unix_socket.serve(node / NOTE, answer)
 

@@ -1,4 +1,6 @@
-"""Ask a node's starter for a process: knock.py NOTE PROGRAM [ARGUMENT...]; runs PROGRAM itself if nobody answers.
+"""Ask a node's starter for a process: prefork_request.py NOTE PROGRAM [ARGUMENT...]
+
+Where nobody answers, it runs PROGRAM itself.
 
 Run as a file, without fedspan on the path: it imports next to nothing, since it is run for every message.
 """
@@ -10,6 +12,11 @@ import struct
 import sys
 
 
+def frame(head: bytes) -> bytes:
+    """Frame a message without a body as `wire.framing` does, which cannot be imported here."""
+    return struct.pack("<QQ", len(head), 0) + head
+
+
 def main(note: str, program: str, arguments: list[str]) -> None:
     """Hand the arguments over, or become the program."""
     try:
@@ -18,8 +25,7 @@ def main(note: str, program: str, arguments: list[str]) -> None:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(20.0)
             connection.connect(where)
-            head = json.dumps({"arguments": arguments}).encode()
-            connection.sendall(struct.pack("<QQ", len(head), 0) + head)  # as door.send
+            connection.sendall(frame(json.dumps({"arguments": arguments}).encode()))
             if connection.recv(1):
                 return
     except (OSError, ValueError, KeyError, TypeError):

@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fedspan import tree, wire
 from fedspan.deploy.envelope import Facts
 from fedspan.errors import Refused
+from fedspan.learn.aggregate import times_own
 from fedspan.method import Abilities, Capacity, Sent
 from fedspan.simulation.engine import Engine
 from fedspan.tree import Tree
 from fedspan.wire import Codec, Schema
+
+PARTS = ("mean", "each", "weights")
+"""What an upload holds, as `Sent` has it."""
 
 FEW = 3
 """From so many uploads on, their median says what an ordinary norm is."""
@@ -31,17 +35,18 @@ class Declared:
 
     mean: Tree
     each: Tree
+    weights: Tree = field(default_factory=dict)
 
     @property
     def schema(self) -> Schema:
         """Names, types and shapes."""
-        return wire.schema({"mean": self.mean, "each": self.each})
+        return wire.schema({k: getattr(self, k) for k in PARTS})
 
     @property
     def most_bytes(self) -> int:
         """More than the longest writing of it: codecs add at most an eighth, and every tensor has a header."""
-        leaves = len(tree.leaves((self.mean, self.each)))
-        return 2 * tree.nbytes((self.mean, self.each)) + 2048 * (leaves + 2)
+        everything = self.mean, self.each, self.weights
+        return 2 * tree.nbytes(everything) + 2048 * (len(tree.leaves(everything)) + 2)
 
 
 def declare(engine: Engine, capacity: Capacity, t: int, client: int, down: Tree, common: Tree) -> Declared:
@@ -49,7 +54,7 @@ def declare(engine: Engine, capacity: Capacity, t: int, client: int, down: Tree,
     row = tree.stack([engine.begin(capacity, client)])
     sent = tree.take(engine.update(capacity, t, [client], row, down, {}, common, raw=True).sent, 0)
     like: Sent = tree.map(lambda a: torch.empty(a.shape, dtype=a.dtype, device="meta"), sent)
-    return Declared(like.mean, like.each)
+    return Declared(like.mean, like.each, like.weights)
 
 
 def admit(
@@ -77,13 +82,13 @@ def admit(
         raise Refused(f"{who}: the upload must have at most {declared.most_bytes:,} bytes. Got {len(payload):,}.")
     try:
         brought = wire.unpack(payload)
-        if not brought.keys() <= {"mean", "each"}:
-            raise Refused("Wire: an upload holds 'mean' and 'each' and nothing else.")
-        parts = {k: brought.get(k, {}) for k in ("mean", "each")}
+        if not brought.keys() <= set(PARTS):
+            raise Refused("Wire: an upload holds 'mean', 'each' and 'weights' and nothing else.")
+        parts = {k: brought.get(k, {}) for k in PARTS}
         if not all(isinstance(p, dict) for p in parts.values()):
-            raise Refused("Wire: 'mean' and 'each' must hold tensors by name.")
-        decoded = {k: wire.decode(p, codecs, getattr(declared, k)) for k, p in parts.items()}
-        wire.gate(
+            raise Refused("Wire: 'mean', 'each' and 'weights' must hold tensors by name.")
+        decoded = {k: wire.decode(p, {} if k == "weights" else codecs, getattr(declared, k)) for k, p in parts.items()}
+        wire.check_upload(
             decoded,
             float(weight),
             who=who,
@@ -92,13 +97,14 @@ def admit(
             examples=examples,
             bound=able.weight_bound,
         )
+        wire.check_weights(decoded["weights"], who=who, bound=able.weight_bound)
     except Refused as e:
         raise Refused(str(e) if str(e).startswith(who) else f"{who}: {e}") from None
     except Exception as e:  # whatever is wrong with it is its sender's fault
         raise Refused(f"{who}: the upload cannot be read ({type(e).__name__}).") from None
     # Structure comes from the declaration: empty parts are not sent, and an order of names must not matter.
-    mean, each = (_ordered(getattr(declared, k), decoded[k]) for k in ("mean", "each"))
-    return Sent(torch.tensor(float(weight), dtype=dtype), mean, each)
+    ordered = (_ordered(getattr(declared, k), decoded[k]) for k in PARTS)
+    return Sent(torch.tensor(float(weight), dtype=dtype), *ordered)
 
 
 def _ordered(like: Tree, given: Tree) -> Tree:
@@ -107,8 +113,8 @@ def _ordered(like: Tree, given: Tree) -> Tree:
 
 
 def norm_of(sent: Sent) -> float:
-    """The Euclidean norm of an upload."""
-    return math.sqrt(float(tree.squared_norm((sent.mean, sent.each))))
+    """The Euclidean norm of an upload; parts with weights of their own count as often as they will be added."""
+    return math.sqrt(float(tree.squared_norm((times_own(sent.mean, sent.weights), sent.each, sent.weights))))
 
 
 def too_large(norms: Mapping[int, float], history: Sequence[float], factor: float) -> dict[int, float]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from fedspan import tree
-from fedspan.learn.aggregate import weighted_mean
-from fedspan.method import ClientInfo, Federation, Method, Round
+from fedspan.method import ClientInfo, Federation, Method
 from fedspan.randomness import generator, key
+from fedspan.simulation.driver import advance
 from fedspan.simulation.engine import Engine
+from fedspan.simulation.transport import Collected, partial_sum
 from fedspan.studies.theory.problem import Problem
 from fedspan.tree import Tree
 
 
 class Rounds:
-    """What the simulator does in a round, in one process and without files: for thousands of very small rounds.
+    """The driver's steps of a round without its record, transport and guards: for thousands of very small rounds.
 
     Every gradient is over all of a client's examples. `server` and `rows` are the state and may be set.
     """
@@ -40,13 +40,10 @@ class Rounds:
         at = torch.tensor(ids)
         shared, own = self.method.download(self.server, at, None, self.round)
         answer = self.engine.update(None, self.round, ids, tree.take(self.rows, at), shared, own, self.common)
-        lifts = self.engine.able.lifts
-        lifted = vmap(lambda mean: lifts.lift(mean, shared, None))(answer.sent.mean) if lifts else answer.sent.mean
-        weights = answer.sent.weight
-        sizes = torch.from_numpy(self.data.sizes[ids]).to(weights.dtype)
-        mean, none = weighted_mean(lifted, weights), torch.empty(0, dtype=torch.int64)
-        told = Round(self.round, at, sizes, weights, mean, answer.sent.each, none)
-        self.server = self.method.server_update(self.server, told)
+        sent, got = answer.sent, Collected(ids)
+        got.add(ids, sent.weight.tolist(), sent.each, partial_sum(self.engine.able, sent, shared, None))
+        server = advance(self.method, self.server, self.round, got, sizes=self.data.sizes, dtype=sent.weight.dtype)
+        self.server = self.server if server is None else server
         self.rows = tree.map(lambda old, new: old.index_copy(0, at, new), self.rows, answer.rows)
 
 

@@ -1,0 +1,196 @@
+"""One exchange with the nodes of a deployment: a message to each, and their answers until enough are good."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import httpx
+import torch
+from flwr.app import Message
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedspan import tree, wire
+from fedspan.deploy.envelope import Facts, seal, unseal
+from fedspan.deploy.server.admission import PARTS
+from fedspan.errors import Refused
+from fedspan.method import Sent
+from fedspan.simulation.record import Record
+from fedspan.tree import Tree
+from fedspan.wire import Direction, Ledger
+
+_TYPES = {"hello": "query", "train": "train", "evaluate": "evaluate"}
+
+Request: TypeAlias = tuple[Facts, Tree]
+"""What a client is told and sent."""
+
+Check: TypeAlias = Callable[[int, Facts, bytes], Any]
+"""What an answer of a client is worth; raises `Refused` for a bad one."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Which node is which client: `nodes[i]` is the id of client i's node, as it was registered by its key."""
+
+    nodes: tuple[int, ...]
+    names: tuple[str, ...]
+    groups: Tensor | None = None
+
+
+class Exchange:
+    """Asks clients for one thing in one round. A client has one vote, and a bad answer costs its sender only.
+
+    Attributes:
+        got: what `check` made of the good answers.
+        refused: why an answer was not accepted.
+        missing: why there is none.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        roster: Roster,
+        record: Record,
+        do: str,
+        t: int,
+        requests: Mapping[int, Request],
+        check: Check,
+        ledger: Ledger,
+        log: Callable[[str], None],
+    ) -> None:
+        self.grid, self.roster, self.record, self.do, self.t = grid, roster, record, do, t
+        self.requests, self.check, self.ledger, self.log = requests, check, ledger, log
+        self.got: dict[int, Any] = {}
+        self.refused: dict[int, str] = {}
+        self.missing: dict[int, str] = {}
+        self._pending: dict[int, str] = {}  # numbers of the messages that have no answer yet
+        self._again: set[int] = set()
+        self._end = 0.0
+
+    def run(self, enough: int, deadline: float, poll: float) -> None:
+        """Ask all, and collect until enough answers are good or the deadline has come, in seconds."""
+        self._end = time.monotonic() + deadline
+        there = set(self.grid.get_node_ids())
+        for i in self.requests:
+            if self.roster.nodes[i] in there:
+                self._ask(i, self._node(i)["heard"])
+            else:
+                self.missing[i] = "its node is not connected"
+        over = False
+        while self._pending and len(self.got) < enough and not over:
+            over = time.monotonic() >= self._end  # then one last look: what has come in time counts
+            for i in list(self._pending):
+                self._look(i)
+            if self._pending and len(self.got) < enough and not over:
+                time.sleep(poll)
+        late = "not needed any more" if len(self.got) >= enough else "no answer before the deadline"
+        self.missing |= dict.fromkeys(self._pending, late)
+
+    # ------------------------------------------------------------------------------------------------ asking
+
+    def _node(self, i: int) -> dict[str, Any]:
+        """What the server knows of client i's node."""
+        known: dict[str, Any] = self.record.progress.deployed["nodes"][str(i)]
+        return known
+
+    def _ask(self, i: int, heard: int) -> None:
+        """Send client i its request, with what it has not heard yet."""
+        facts, payload = self._with_news(*self.requests[i], heard)
+        facts |= {"do": self.do, "round": self.t, "lineage": self.record.progress.deployed["lineage"]}
+        packed = wire.pack(payload)
+        self.ledger.add(Direction.WIRE, len(packed))
+        ttl = max(1.0, self._end - time.monotonic())
+        content = seal(facts, packed)
+        message = Message(content, self.roster.nodes[i], _TYPES[self.do], group_id=str(self.t), ttl=ttl)
+        numbers = list(self.grid.push_messages([message]))
+        if not numbers or not numbers[0]:
+            self.missing[i] = "its message could not be sent"
+        else:
+            self._pending[i] = numbers[0]
+
+    def _with_news(self, facts: Facts, payload: Tree, heard: int) -> Request:
+        """A request with the announcements that a client has not heard, or the whole state where that is less."""
+        r, told = self.record, self.record.progress.deployed["told"]
+        numbers = [str(k) for k in range(heard + 1, told + 1)]
+        facts = facts | {"told": told, "base": heard, "whole": False}
+        if 0 <= heard <= told and all(k in r.news for k in numbers):
+            news = {k: r.news[k] for k in numbers}
+            if tree.nbytes(news) <= tree.nbytes(r.common) or not news:
+                self.ledger.add(Direction.ANNOUNCE, tree.nbytes(news))
+                return facts, payload | {"news": news}
+        self.ledger.add(Direction.ANNOUNCE, tree.nbytes(r.common))
+        return facts | {"whole": True}, payload | {"common": r.common}
+
+    # ------------------------------------------------------------------------------------------------ collecting
+
+    def _look(self, i: int) -> None:
+        """See whether client i has answered, and what its answer is worth."""
+        reply = self._pull(self._pending[i])
+        if reply is None:
+            return
+        del self._pending[i]  # the one vote of this client in this round
+        if isinstance(reply, str):
+            self.missing[i] = reply
+            return
+        try:
+            if isinstance(reply, Refused):
+                raise Refused(f"client {self.roster.names[i]}: {reply}")
+            facts, payload = self._opened(i, reply)
+            if facts.get("status") == "stale" and i not in self._again:
+                self._again.add(i)
+                self._ask(i, -1)
+                return
+            self._accept(i, facts, payload)
+        except Refused as e:
+            self.refused[i] = str(e)
+
+    def _accept(self, i: int, facts: Facts, payload: bytes) -> None:
+        self.got[i] = self.check(i, facts, payload)
+        node = self._node(i)
+        if isinstance(facts.get("heard"), int):
+            node["heard"] = facts["heard"]
+        if facts.get("ahead"):
+            self.log(f"Client {self.roster.names[i]} goes on from a later round than the server's.")
+        if self.do == "train":
+            node["answered"] += 1
+            self.ledger.add_names(Direction.UP, _upload_sizes(payload))
+
+    def _pull(self, number: str) -> Message | Refused | str | None:
+        """The answer to one message; why it cannot be read; why there will be none; None if it is not there yet.
+
+        One at a time: a reply that cannot be read must not cost the others theirs.
+        """
+        try:
+            replies = list(self.grid.pull_messages([number]))
+        except (httpx.HTTPError, OSError):
+            raise  # the connection to the SuperLink, not a reply
+        except Exception as e:
+            return Refused(f"its reply cannot be read ({type(e).__name__}).")
+        if not replies:
+            return None
+        if replies[0].has_error():
+            return f"its node reports: {str(replies[0].error.reason)[:300]}"
+        return replies[0]
+
+    def _opened(self, i: int, reply: Message) -> tuple[Facts, bytes]:
+        """Facts and payload of an answer that is this client's to this very question."""
+        who, meta = f"client {self.roster.names[i]}", reply.metadata
+        if meta.src_node_id != self.roster.nodes[i]:
+            raise Refused(f"{who}: the answer comes from another node, {meta.src_node_id}.")
+        try:
+            facts, payload = unseal(reply.content)
+        except Refused as e:
+            raise Refused(f"{who}: {e}") from None
+        self.ledger.add(Direction.WIRE, len(payload))
+        if facts.get("round") != self.t or facts.get("do") != self.do or meta.group_id != str(self.t):
+            raise Refused(f"{who}: the answer must belong to round {self.t}. Got {str(facts.get('round'))[:20]}.")
+        return facts, payload
+
+
+def _upload_sizes(payload: bytes) -> dict[str, int]:
+    """Bytes per top-level name of an accepted upload, as it was written."""
+    brought = wire.unpack(payload)
+    return wire.count(Sent(torch.empty(0), *(brought.get(part, {}) for part in PARTS)).parts)

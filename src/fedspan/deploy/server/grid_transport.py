@@ -1,0 +1,282 @@
+"""The transport of a deployment: nodes on Flower's grid, whose uploads pass the gate or are refused.
+
+Flower's strategies carry one record for all, have no resume, and end the run at one bad reply. Here every node is asked
+for itself, a round ends at its deadline, a bad answer costs its sender only, and a new run goes on from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.serverapp import Grid
+
+from fedspan import tree, wire
+from fedspan.data.federated import Index
+from fedspan.deploy.envelope import Facts
+from fedspan.deploy.experiment import DataKind, Experiment
+from fedspan.deploy.node.node import describe_coded
+from fedspan.deploy.policy import Policy
+from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
+from fedspan.deploy.server.exchange import Check, Exchange, Request, Roster
+from fedspan.errors import ConfigError, Refused
+from fedspan.method import Sent
+from fedspan.randomness import generator
+from fedspan.simulation.engine import Engine
+from fedspan.simulation.record import Record
+from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum, stacked
+from fedspan.tree import Tree
+from fedspan.wire import Direction, Ledger
+
+_MEASURES = {"n", "loss", "accuracy", "squared_error"}
+_NORMS = 200  # of accepted uploads that are remembered
+
+
+class GridTransport:
+    """Brings work to the nodes of a deployment, and lets in only answers that keep to the method's declaration.
+
+    Args:
+        kind: what examples look like.
+        record: holds the server's state, and what is known of the nodes (`progress.deployed`).
+        log: told one line at a time what happens.
+    """
+
+    who = "Server"
+    counted: tuple[Direction, ...] = tuple(Direction)
+    repeats = False
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        engine: Engine,
+        kind: DataKind,
+        grid: Grid,
+        roster: Roster,
+        record: Record,
+        policy: Policy,
+        log: Callable[[str], None],
+    ) -> None:
+        self.experiment, self.engine, self.kind, self.grid = experiment, engine, kind, grid
+        self.roster, self.record, self.policy, self.log = roster, record, policy, log
+        self.clients, self.dtype = len(roster.nodes), experiment.settings.torch_dtype
+        known = record.progress.deployed
+        known.setdefault("lineage", uuid.uuid4().hex)
+        known.setdefault("told", 0)
+        known.setdefault("norms", [])
+        known.setdefault("nodes", {str(i): {"heard": 0, "answered": 0, "refused": 0} for i in range(self.clients)})
+        self._declared: dict[str, Declared] = {}
+        self.refusals: list[dict[str, Any]] = []
+
+    @property
+    def sizes(self) -> Index:
+        """Training examples of every client, as its node has said; 0 where it has not yet."""
+        return np.array([self._examples(i) if self._known(i) else 0 for i in range(self.clients)], np.int64)
+
+    def advice(self) -> str:
+        """What to do about divergence."""
+        return "the state before it is kept. Use a smaller lr."
+
+    def close(self) -> None:
+        """The grid is Flower's to close."""
+
+    # ------------------------------------------------------------------------------------------------ rounds
+
+    def train(self, t: int, sampled: Sequence[int], ledger: Ledger) -> Collected:
+        """Ask the sampled clients and, with over-selection, some more; collect until enough are in or time is up."""
+        asked = self._more(list(sampled), t)
+        ready = [i for i in asked if self._known(i)]
+        shared, requests, declared = self._requests("train", t, ready, ledger)
+        codecs = self.engine.able.coded.codecs(t)
+
+        def check(i: int, facts: Facts, payload: bytes) -> Sent:
+            return admit(
+                facts,
+                payload,
+                who=f"client {self.roster.names[i]}",
+                able=self.engine.able,
+                declared=declared[i],
+                codecs=codecs,
+                examples=self._examples(i),
+                dtype=self.dtype,
+            )
+
+        exchange = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger)
+        got, refused, missing = exchange.got, exchange.refused, exchange.missing
+        missing |= {i: "it has not said how many examples it has" for i in asked if not self._known(i)}
+        refused |= self._outliers(got)
+        for i, why in refused.items():
+            self._refuse(t, i, why)
+        facts = {"refused": self._named(refused), "missing": self._named(missing)}
+        enough = len(got) >= max(1, math.ceil(self.policy.quorum * len(sampled) - 1e-9))
+        found = Collected(asked, enough=enough, facts=facts)
+        examples, now = {i: self._examples(i) for i in got}, {i: self.record.capacity(i) for i in got}
+        for c, capacity in enumerate(self.record.capacities):  # in the order in which a simulation adds them up
+            for i in in_order([i for i in got if now[i] == capacity], examples):
+                sent = stacked(got[i])
+                total = partial_sum(self.engine.able, sent, shared[c], capacity)
+                found.add([i], sent.weight.tolist(), sent.each, total)
+        return found
+
+    def keep(self) -> None:
+        """Nodes have kept their own states already; a server that goes back is followed by their checkpoints."""
+
+    def take_back(self) -> None:
+        """See `keep`."""
+
+    def announce(self, news: Tree, ledger: Ledger) -> None:
+        """Keep the news for the next message to each node; bytes are counted when they travel."""
+        r, deployed = self.record, self.record.progress.deployed
+        deployed["told"] += 1
+        r.news[str(deployed["told"])] = tree.contiguous(news)
+        while r.news and tree.nbytes(r.news) > max(tree.nbytes(r.common), tree.nbytes(news)):
+            del r.news[min(r.news, key=int)]  # whoever missed that many is sent the whole
+
+    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, after: bool = False) -> Sums:
+        """Every connected node measures its personal model on its own held-out part; only sums come back."""
+        if after:
+            raise ConfigError("Deploy: train.evaluate_after is for simulations. Got True; leave it out.")
+        ids = [i for i in chosen if self._known(i)]
+        requests = self._requests("evaluate", t, ids, ledger)[1]
+        part = self.experiment.settings.evaluate_part
+        requests = {i: (facts | {"part": part}, payload) for i, (facts, payload) in requests.items()}
+        exchange = self._exchange("evaluate", t, requests, self._measured, enough=len(requests), ledger=ledger)
+        got = exchange.got
+        for i, why in exchange.refused.items():
+            self._refuse(t, i, why)
+        names = sorted({k for sums in got.values() for k in sums} | {"n"})
+        return {k: {i: sums[k] for i, sums in got.items() if k in sums} for k in names}
+
+    def _measured(self, i: int, facts: Facts, payload: bytes) -> dict[str, float]:
+        """A node's sums, if they can be sums of measures."""
+        who, sums = f"client {self.roster.names[i]}", facts.get("sums")
+        fine = isinstance(sums, dict) and "n" in sums and sums.keys() <= _MEASURES
+        numbers = list(sums.values()) if fine and isinstance(sums, dict) else [None]
+        if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in numbers):
+            raise Refused(f"{who}: its measures must be finite sums of {', '.join(sorted(_MEASURES))}.")
+        assert isinstance(sums, dict)
+        if sums["n"] > self.policy.most_examples or sums.get("accuracy", 0) > sums["n"]:
+            raise Refused(f"{who}: more is right than it has examples.")
+        return {k: float(v) for k, v in sums.items()}
+
+    def _outliers(self, got: dict[int, Sent]) -> dict[int, str]:
+        """Take the uploads out whose norm is beyond measure; the others' norms are remembered."""
+        norms = {i: norm_of(s) for i, s in got.items()}
+        history = self.record.progress.deployed["norms"]
+        refused = {}
+        for i, bound in too_large(norms, history, self.policy.norm_factor).items():
+            who = f"client {self.roster.names[i]}"
+            refused[i] = f"{who}: the upload's norm must be at most {bound:.3g}. Got {norms.pop(i):.3g}."
+            del got[i]
+        self.record.progress.deployed["norms"] = [*history, *(norms[i] for i in sorted(norms))][-_NORMS:]
+        return refused
+
+    def _more(self, wanted: list[int], t: int) -> list[int]:
+        """Those wanted and, with over-selection, some more."""
+        others = [i for i in range(self.clients) if i not in set(wanted)]
+        extra = min(len(others), math.ceil(self.policy.over_selection * len(wanted)))
+        if not extra:
+            return wanted
+        rng = generator(self.experiment.seed, "over-selection", t)
+        return sorted([*wanted, *rng.choice(others, extra, replace=False).tolist()])
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def _requests(
+        self, do: str, t: int, ids: list[int], ledger: Ledger
+    ) -> tuple[list[Tree], dict[int, Request], dict[int, Declared]]:
+        """What to send to each client, what those of one capacity receive in common, and what uploads must be."""
+        r, codecs = self.record, self.engine.able.coded.codecs(t)
+        shared: list[Tree] = []
+        requests: dict[int, Request] = {}
+        declared: dict[int, Declared] = {}
+        now = {i: r.capacity(i) for i in ids}
+        for capacity in r.capacities:
+            mine = [i for i in ids if now[i] == capacity]
+            if not mine:
+                shared.append({})
+                continue
+            down = self.engine.able.download(r.server, torch.tensor(mine), capacity, t, use=do == "evaluate")
+            shared.append(wire.roundtrip(down.shared, codecs)[0])
+            for k, i in enumerate(mine):
+                whole = {**down.shared, **tree.take(down.own, k)}
+                coded = wire.encode(whole, codecs)
+                ledger.add_names(Direction.DOWN if do == "train" else Direction.EVALUATE, wire.count(coded))
+                if do == "train":
+                    declared[i] = self._declare(t, i, wire.roundtrip(whole, codecs)[0])
+                facts = {"client": i, "clients": self.clients, "coded": describe_coded(whole, set(codecs))}
+                facts["level"] = self.engine.able.ranked.level(r.server, i)
+                requests[i] = facts, {"down": tree.contiguous(coded)}
+        return shared, requests, declared
+
+    def _declare(self, t: int, i: int, down: Tree) -> Declared:
+        """What client i's upload must look like; found out once per capacity and shape of the download."""
+        capacity = self.record.capacity(i)
+        known = f"{capacity!r} {wire.schema(down)} {wire.schema(self.record.common)}"
+        if known not in self._declared:
+            self._declared[known] = declare(self.engine, capacity, t, i, down, self.record.common)
+        return self._declared[known]
+
+    def _exchange(
+        self, do: str, t: int, requests: Mapping[int, Request], check: Check, *, enough: int, ledger: Ledger
+    ) -> Exchange:
+        """Ask, and collect until enough answers are good or the deadline has come."""
+        exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log)
+        exchange.run(enough, self.policy.deadline, self.policy.poll)
+        return exchange
+
+    # ------------------------------------------------------------------------------------------------ who is there
+
+    def _known(self, i: int) -> bool:
+        return "examples" in self.record.progress.deployed["nodes"][str(i)]
+
+    def _examples(self, i: int) -> int:
+        return int(self.record.progress.deployed["nodes"][str(i)]["examples"])
+
+    def ready(self) -> None:
+        """Wait until a quorum of nodes is there, and learn how many examples each has; that is asked for once."""
+        need = max(1, math.ceil(self.policy.quorum * self.clients - 1e-9))
+        end = time.monotonic() + self.policy.wait
+        first = not any(self._known(i) for i in range(self.clients))
+        while True:
+            there = set(self.grid.get_node_ids()) & set(self.roster.nodes)
+            if len(there) == self.clients or (len(there) >= need and (not first or time.monotonic() > end)):
+                break
+            if time.monotonic() > end:
+                self.log(f"{len(there)} of {self.clients} nodes are connected; {need} are needed.")
+                break
+            time.sleep(self.policy.poll)
+        new = [i for i in range(self.clients) if self.roster.nodes[i] in there and not self._known(i)]
+        if not new:
+            return
+
+        def check(i: int, facts: Facts, payload: bytes) -> int:
+            who, n = f"client {self.roster.names[i]}", facts.get("examples")
+            if facts.get("experiment") != self.experiment.key:
+                raise Refused(f"{who}: its experiment is another one; install the same fedspan there.")
+            if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= self.policy.most_examples:
+                raise Refused(f"{who}: it must have 1..{self.policy.most_examples} examples. Got {str(n)[:20]}.")
+            if {k: facts.get(k) for k in ("shape", "classes", "dtype")} != self.kind.facts():
+                raise Refused(f"{who}: its examples must be like {self.kind.facts()}.")
+            return n
+
+        requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients}, {}) for i in new}
+        t = self.record.progress.round
+        exchange = self._exchange("hello", t, requests, check, enough=len(new), ledger=Ledger())
+        for i, n in exchange.got.items():
+            self.record.progress.deployed["nodes"][str(i)]["examples"] = n
+            self.log(f"Client {self.roster.names[i]}: {n} examples.")
+        for i, why in exchange.refused.items():
+            self._refuse(t, i, why)
+
+    def _named(self, whys: Mapping[int, str]) -> dict[str, str]:
+        return {self.roster.names[i]: why for i, why in whys.items()}
+
+    def _refuse(self, t: int, i: int, why: str) -> None:
+        self.record.progress.deployed["nodes"][str(i)]["refused"] += 1
+        self.refusals.append({"round": t, "client": self.roster.names[i], "why": why})
+        self.log(f"Round {t}: refused. {why}")

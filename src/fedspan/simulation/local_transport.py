@@ -1,0 +1,240 @@
+"""The transport of a simulation: clients are rows of a store on this machine, visited in chunks by an executor."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan import tree, wire
+from fedspan.data.federated import FederatedData, Index
+from fedspan.errors import Divergence
+from fedspan.method import Capacity
+from fedspan.simulation.devices import Clock, Cost, Devices, largest, measure
+from fedspan.simulation.engine import Engine, chunk_size
+from fedspan.simulation.record import Record
+from fedspan.simulation.settings import dropped
+from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum
+from fedspan.simulation.workers import Executor, Job, Meta, executor_of
+from fedspan.tree import Tree
+from fedspan.wire import Direction, Ledger
+
+
+class LocalTransport:
+    """Brings work to the simulated clients of a federation, in this process or in workers.
+
+    Args:
+        record: holds the clients' rows and the server's state that downloads are made of.
+        devices: what clients would compute with; rounds are then timed as if on them.
+    """
+
+    who = "Simulator"
+    counted: tuple[Direction, ...] = tuple(d for d in Direction if d != Direction.WIRE)
+    repeats = True
+
+    def __init__(self, engine: Engine, record: Record, devices: Devices | None = None) -> None:
+        self.engine, self.record, self.settings = engine, record, record.settings
+        self.data: FederatedData = engine.data
+        self.capacities = record.capacities
+        self.parameters = sum(p.numel() for p in engine.task.init().values())
+        timed = devices is not None and devices.timed
+        self.clock = Clock(devices, self._cost) if devices is not None and timed else None
+        self._executor: Executor | None = None
+        self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
+        self._trained: list[tuple[list[int], Tree, Tree]] = []  # clients, what they had, what they have after the round
+        self._replaced: list[tuple[list[int], Tree]] = []  # clients, and what they had before `keep`
+
+    @property
+    def sizes(self) -> Index:
+        """Training examples of every client."""
+        return self.data.sizes
+
+    @property
+    def executor(self) -> Executor:
+        """Runs chunks; made when first needed."""
+        if self._executor is None:
+            workers = self.settings.workers or len(os.sched_getaffinity(0))
+            if workers > 1 and self.engine.mapping == "vmap":
+                # torch.func.grad imports this when first called, which takes seconds: once here, not in every worker.
+                importlib.import_module("torch._dynamo")
+            self._executor = executor_of(self._handle, workers)
+        return self._executor
+
+    def advice(self) -> str:
+        """What to do about divergence."""
+        lr = getattr(self.engine.method, "lr", None)
+        now = "" if lr is None else f" (now {lr:g})"
+        return f"the state before it is kept. Use a smaller lr{now}, or train.on_divergence='halve'."
+
+    def ready(self) -> None:
+        """Clients on this machine are always there."""
+
+    def close(self) -> None:
+        """Stop the workers; those started next know the present method."""
+        if self._executor is not None:
+            self._executor.close()
+        self._executor = None
+
+    # ------------------------------------------------------------------------------------------------ rounds
+
+    def train(self, t: int, sampled: Sequence[int], ledger: Ledger) -> Collected:
+        """Run `client_update` of all sampled clients that are not lost; chunks come in a fixed order."""
+        lost = dropped(list(sampled), self.settings, self.engine.seed, t)
+        going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
+        jobs = self._jobs("train", t, going, ledger, {i: len(self.data.train[i]) for i in going}, Direction.DOWN)
+        for job in jobs:
+            job.meta["answering"] = [i not in lost for i in job.meta["ids"]]
+        got, self._trained, self._replaced = Collected(sampled), [], []
+        now: dict[int, Capacity] = {}
+        up: Counter[Capacity] = Counter()
+        for job, meta, answer in self._finite(t, jobs):
+            capacity = self.capacities[job.meta["capacity"]]
+            now |= dict.fromkeys(job.meta["ids"], capacity)
+            ledger.add_names(Direction.UP, meta["bytes"])
+            up[capacity] += sum(meta["bytes"].values())
+            self._trained.append((job.meta["ids"], job.data["rows"], answer["rows"]))
+            got.add(meta["answered"], meta["weights"], answer["each"], answer["total"])
+        if self.clock is not None:
+            got.facts["clock"] = self._time(self.clock, now, got.weights, up)
+        return got
+
+    def _finite(self, t: int, jobs: list[Job]) -> Iterator[tuple[Job, Meta, Tree]]:
+        """Results of training jobs, in order.
+
+        Raises:
+            Divergence: at the first chunk that is not finite.
+        """
+        for job, (meta, data) in zip(jobs, self.executor.run(jobs)):
+            if meta["bad"]:
+                names = ", ".join(self.data.names[i] for i in meta["bad"][:5])
+                raise Divergence(f"{self.who}: round {t} gave NaN or infinity on client(s) {names}; {self.advice()}")
+            yield job, meta, data
+
+    def keep(self) -> None:
+        """Put the clients' new rows into the store."""
+        for ids, old, new in self._trained:
+            self._replaced.append((ids, old))
+            self.record.put(ids, new)
+        self._trained = []
+
+    def take_back(self) -> None:
+        """Put the rows back that `keep` has replaced."""
+        for ids, old in self._replaced:
+            self.record.put(ids, old)
+        self._trained, self._replaced = [], []
+
+    def announce(self, news: Tree, ledger: Ledger) -> None:
+        """Count what every client would be sent; all share the record's common state."""
+        ledger.add(Direction.ANNOUNCE, tree.nbytes(news) * self.data.clients)
+
+    # ------------------------------------------------------------------------------------------------ measures
+
+    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, after: bool = False) -> Sums:
+        """Per-client sums of the models that clients use, or have after a local round of their own."""
+        part = getattr(self.data, self.settings.evaluate_part)
+        load = self.data.train if after else part
+        do = "after" if after else "evaluate"
+        jobs = self._jobs(do, t, chosen, ledger, {i: len(load[i]) for i in chosen}, Direction.EVALUATE)
+        once = not after and self._one_for_all(jobs, [part[i] for i in chosen])
+        if once:
+            jobs = [replace(jobs[0], meta={**jobs[0].meta, "ids": jobs[0].meta["ids"][:1]})]
+        sums: dict[str, dict[int, float]] = {}
+        for job, (_, data) in zip(jobs, self.executor.run(jobs)):
+            for name, values in data["sums"].items():
+                told = dict.fromkeys(chosen, float(values[0])) if once else dict(zip(job.meta["ids"], values.tolist()))
+                sums.setdefault(name, {}).update(told)
+        return sums
+
+    def _one_for_all(self, jobs: list[Job], held: Sequence[np.ndarray[Any, Any]]) -> bool:
+        """Whether clients have one model and one test set: nothing of their own, no names of their own for classes."""
+        if len(self.capacities) > 1 or any(tree.leaves((job.data["rows"], job.data["own"])) for job in jobs):
+            return False
+        plan = self.engine.able.adapts.personal_plan(self.engine.model(self.capacities[0]))
+        return not plan and self.data.relabel is None and all(np.array_equal(rows, held[0]) for rows in held)
+
+    # ------------------------------------------------------------------------------------------------ chunks
+
+    def _jobs(
+        self, do: str, t: int, ids: Sequence[int], ledger: Ledger, load: dict[int, int], direction: Direction
+    ) -> list[Job]:
+        """Cut clients into chunks of one capacity, the largest first so that a chunk wastes little on empty slots."""
+        jobs, now = [], {i: self.record.capacity(i) for i in ids}
+        for c, capacity in enumerate(self.capacities):
+            mine = in_order([i for i in ids if now[i] == capacity], load)
+            if not mine:
+                continue
+            own = self._download(do, t, c, mine, ledger, direction)
+            size = chunk_size(self.engine.mapping, len(mine), self.parameters, self.settings.chunk)
+            for k in range(0, len(mine), size):
+                who = mine[k : k + size]
+                data = {"rows": self.record.take(who), "own": tree.take(own, slice(k, k + size))}
+                jobs.append(Job({"do": do, "round": t, "capacity": c, "ids": who}, data, f"{do}-{c}"))
+        return jobs
+
+    def _download(self, do: str, t: int, c: int, ids: list[int], ledger: Ledger, direction: Direction) -> Tree:
+        """Ask the method for a download, pass it through the codecs, count it, and share it with the workers."""
+        able, capacity = self.engine.able, self.capacities[c]
+        down = able.download(self.record.server, torch.tensor(ids), capacity, t, use=do == "evaluate")
+        codecs = able.coded.codecs(t)
+        shared, coded = wire.roundtrip(down.shared, codecs)
+        own = down.own
+        more: dict[str, Tensor] = {}
+        if codecs.keys() & own.keys():
+            own, more = torch.func.vmap(lambda row: wire.roundtrip(row, codecs))(own)
+        alike, single = wire.count(shared, coded), wire.count(own, {k: v.sum() for k, v in more.items()})
+        ledger.add_names(direction, alike, times=len(ids))
+        ledger.add_names(direction, single)
+        self._down[capacity] = sum(alike.values()) + sum(single.values()) / len(ids)
+        self.executor.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
+        return own
+
+    def _handle(self, meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
+        """One chunk of clients; runs in a worker process (or in this one)."""
+        capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
+        args = (capacity, t, ids, data["rows"], broadcast["shared"], data["own"], broadcast["common"])
+        if meta["do"] in ("evaluate", "after"):
+            after = meta["do"] == "after"
+            return {}, {"sums": self.engine.evaluate(*args, part=self.settings.evaluate_part, after=after)}
+        able, answer = self.engine.able, self.engine.update(*args)
+        if not (tree.all_finite(answer.rows) and tree.all_finite(answer.sent)):
+            parts = [(i, tree.take((answer.rows, answer.sent), k)) for k, i in enumerate(ids)]
+            return {"bad": [i for i, part in parts if not tree.all_finite(part)]}, {}
+        heard = torch.tensor([k for k, yes in enumerate(meta["answering"]) if yes], dtype=torch.int64)
+        sent = answer.sent if len(heard) == len(ids) else tree.take(answer.sent, heard)
+        names = [ids[k] for k in heard.tolist()]
+        for k, (i, w) in enumerate(zip(names, sent.weight.tolist())):
+            n, who, bound = len(self.data.train[i]), f"client {i}", able.weight_bound
+            wire.check_upload({}, w, who=who, declared={}, kind=able.weight, examples=n, bound=bound)
+            wire.check_weights(tree.take(sent.weights, k), who=who, bound=bound)
+        sizes = wire.count(sent.parts)
+        sizes |= {k: int(v[heard].sum()) for k, v in answer.coded.items()}
+        facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
+        total = partial_sum(able, sent, broadcast["shared"], capacity)
+        return facts, {"rows": answer.rows, "total": total, "each": sent.each}
+
+    # ------------------------------------------------------------------------------------------------ simulated clock
+
+    def _time(
+        self, clock: Clock, going: dict[int, Capacity], weights: dict[int, float], up: Counter[Capacity]
+    ) -> dict[str, Any]:
+        """The round on the clients' devices: seconds, since the start, who was last, operations of all together."""
+        since = self.record.lines[-1].get("clock", {}).get("total", 0.0) if self.record.lines else 0.0
+        if not going:
+            return {"seconds": 0.0, "total": since, "slowest": None, "flops": 0.0}
+        heard = Counter(going[i] for i in weights)
+        sent = {c: self._down[c] + up[c] / max(1, heard[c]) for c in set(going.values())}
+        timed = clock.round({i: len(self.data.train[i]) for i in going}, going, sent)
+        return {**timed._asdict(), "total": since + timed.seconds}
+
+    def _cost(self, client: int, capacity: Capacity) -> Cost:
+        """What a round at a capacity costs, measured on the client with most examples that can afford as much."""
+        who = largest(self.data, self.record.federation.capacities, client)
+        level = self.record.levels[who].index(capacity)
+        return measure(self.engine.method, self.engine.task, self.data, who, self.settings, level)

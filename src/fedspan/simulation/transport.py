@@ -1,0 +1,123 @@
+"""What brings work to clients and answers back: the protocol between the round driver and its transports.
+
+A transport knows how to reach clients and what may go wrong on the way. When a round happens, who is sampled, what
+becomes of the answers and what is written down is the driver's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.data.federated import Index
+from fedspan.learn.aggregate import Mean, sums_by_part
+from fedspan.method import Abilities, Capacity, Sent
+from fedspan.simulation.engine import Engine
+from fedspan.tree import Tree
+from fedspan.wire import Direction, Ledger
+
+Sums: TypeAlias = Mapping[str, Mapping[int, float]]
+"""Of every measure each client's sum over its held-out examples; `n` is their number."""
+
+
+@dataclass
+class Collected:
+    """What the clients of a round sent, as far as it came and was accepted."""
+
+    asked: Sequence[int]
+    weights: dict[int, float] = field(default_factory=dict)
+    each: dict[int, Tree] = field(default_factory=dict)
+    mean: Mean = field(default_factory=Mean)
+    enough: bool = True
+    """Whether the server may go on with it."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else the round's line of metrics says."""
+
+    def add(self, ids: Sequence[int], weights: Sequence[float], each: Tree, total: Tree) -> None:
+        """Add a chunk: single uploads stacked in the order of `ids`, and what `partial_sum` made of the others."""
+        if not ids:
+            return
+        self.mean.add(total["sums"], sum(weights), total["totals"])
+        for k, i in enumerate(ids):
+            self.weights[i], self.each[i] = weights[k], tree.take(each, k)
+
+
+class Transport(Protocol):
+    """Reaches clients: worker processes of a simulation, nodes of a deployment."""
+
+    engine: Engine
+    who: str
+    """How error sentences of a run over it begin."""
+    counted: tuple[Direction, ...]
+    """The bytes it counts."""
+    repeats: bool
+    """Whether a round can be taken back and done again; nodes of others do not train twice on request."""
+
+    @property
+    def sizes(self) -> Index:
+        """Training examples of every client; 0 where they are not known."""
+        ...
+
+    def advice(self) -> str:
+        """What to do about divergence: the end of an error sentence."""
+        ...
+
+    def ready(self) -> None:
+        """Prepare to reach clients: start workers, wait for nodes. Called before every round."""
+        ...
+
+    def train(self, t: int, sampled: Sequence[int], ledger: Ledger) -> Collected:
+        """Let clients do round t; nothing they keep replaces anything before `keep`.
+
+        Raises:
+            Divergence: if a client's numbers are not finite.
+        """
+        ...
+
+    def keep(self) -> None:
+        """Let what the clients keep of the round replace what they had: the whole round is known to be finite."""
+        ...
+
+    def take_back(self) -> None:
+        """Undo `keep`."""
+        ...
+
+    def announce(self, news: Tree, ledger: Ledger) -> None:
+        """Tell every client, sampled or not; the server's record has heard it."""
+        ...
+
+    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, after: bool = False) -> Sums:
+        """Let clients measure the models they use, or (`after`) those they have after a local round of their own."""
+        ...
+
+    def close(self) -> None:
+        """Let go of workers and connections; `ready` may be called again."""
+        ...
+
+
+def in_order(ids: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
+    """The largest clients first, so that a chunk wastes little on empty slots; the order in which uploads are added."""
+    return sorted(ids, key=lambda i: (-sizes[i], i))
+
+
+def partial_sum(able: Abilities, sent: Sent, shared: Tree, capacity: Capacity) -> Tree:
+    """Σ w·lift(mean) over stacked uploads of one capacity, and Σ w of parts with weights of their own."""
+    lifted, lifts = sent.mean, able.lifts
+    if lifts is not None and len(sent.weight):
+        lifted = torch.func.vmap(lambda mean: lifts.lift(mean, shared, capacity))(lifted)
+    sums, totals = sums_by_part(lifted, sent.weight, sent.weights, keep_factors=True)
+    return {"sums": sums, "totals": totals}
+
+
+def stacked(sent: Sent) -> Sent:
+    """One upload as a stack of one."""
+    return Sent(*(tree.map(_row, part) for part in sent))
+
+
+def _row(t: Tensor) -> Tensor:
+    return t[None]
