@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from bench.workloads import Workload
 from fedspan.learn.task import Task
 from fedspan.methods import make
-from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.driver import Evaluated
+from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 
 

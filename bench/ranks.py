@@ -16,7 +16,7 @@ from fedspan.learn.task import Task
 from fedspan.methods import make
 from fedspan.models import build
 from fedspan.simulation.devices import Peak
-from fedspan.simulation.dry_run import try_round
+from fedspan.simulation.dry_run import dry_run_round
 
 LAYERS = {"cnn": ("conv2", "fc1"), "cnn1": ("conv2", "fc1", "fc2")}
 
@@ -41,11 +41,11 @@ def main() -> None:
             times = []
             for _ in range(given.repeats):
                 clock = _Timer()
-                try_round(method, task, data, 0, given.batch, round=2, within=(clock,))
+                dry_run_round(method, task, data, 0, given.batch, round=2, within=(clock,))
                 times.append(clock.seconds)
             peak = Peak()
-            trial = try_round(method, task, data, 0, given.batch, round=2, within=(peak,))
-            del trial
+            tried = dry_run_round(method, task, data, 0, given.batch, round=2, within=(peak,))
+            del tried
             seconds, memory = min(times), peak.most / 1e6
             dense = dense or (seconds, memory)
             print(

@@ -21,8 +21,8 @@ def one(clients: int, rounds: int) -> dict[str, Any]:
     from fedspan.learn.task import Task
     from fedspan.methods import make
     from fedspan.models import build
-    from fedspan.simulation.settings import Settings
     from fedspan.simulation.driver import Evaluated
+    from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import Simulation
 
     n = clients * 7

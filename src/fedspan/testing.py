@@ -77,9 +77,9 @@ class Case:
     rounds: int = 2
     epochs: int = 1
     fixed: Literal["models", "state", "no"] = "models"
-    """What a step size of zero leaves as it is: the clients' models, all of the state, or nothing."""
+    """What a learning rate of zero leaves as it is: the clients' models, all of the state, or nothing."""
     computed: tuple[str, ...] = ()
-    """Parts of a model that are computed from the data when it is used, whatever the step size."""
+    """Parts of a model that are computed from the data when it is used, whatever the learning rate."""
     drop: Literal["before", "after"] = "after"
     """Where answers are lost: before or after the client has trained."""
 
@@ -362,7 +362,7 @@ COUNTED = ("server/C", "server/optimizer/steps", "server/seen", "server/last")
 
 
 def zero_step_stays(case: Case) -> Kept:
-    """With every step size zero nothing is learnt: models stay as they are."""
+    """With every learning rate zero nothing is learnt: models stay as they are."""
     rates = [k for k in keys_of(type(case.method)) if k == "lr" or k.startswith("lr_")]
     if "lr" not in rates:
         return "it has no lr"
@@ -497,7 +497,7 @@ def check_method(
         data: clients for that task, at least four; seven small ones if they are not given.
         promises: names of `PROMISES`; all but `learns` if they are not given.
         rounds: how many rounds runs have; more for a method that does something else later.
-        zero_step: what a step size of zero leaves as it is: the clients' `models`, all of the `state`, or `no`thing.
+        zero_step: what a learning rate of zero leaves alone: the clients' `models`, all of the `state`, or `no`thing.
         keys: keys of the method, as an experiment file writes them.
 
     Returns:

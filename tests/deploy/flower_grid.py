@@ -31,17 +31,17 @@ def experiment_of(method: Method, task: Task, rounds: int, **settings: Any) -> E
 
 
 def deployed(
-    method: Method, root: Path, *, rounds: int = 2, clients: int = 3, terms: Policy | None = None, **settings: Any
+    method: Method, root: Path, *, rounds: int = 2, clients: int = 3, policy: Policy | None = None, **settings: Any
 ) -> tuple[Server, LocalGrid]:
     """A server and its nodes on the small federation of the other tests."""
     data, task = make_data(clients=clients), make_task()
-    return deployed_on(experiment_of(method, task, rounds, **settings), data, root, terms)
+    return deployed_on(experiment_of(method, task, rounds, **settings), data, root, policy)
 
 
 def deployed_on(
-    experiment: Experiment, data: FederatedData, root: Path, terms: Policy | None = None, out: Path | None = None
+    experiment: Experiment, data: FederatedData, root: Path, policy: Policy | None = None, out: Path | None = None
 ) -> tuple[Server, LocalGrid]:
-    return deploy_here(experiment, data, root, terms, out)
+    return deploy_here(experiment, data, root, policy, out)
 
 
 def assert_same_run(sim: Simulation, expected: Result, server: Server, grid: LocalGrid, result: Result) -> None:

@@ -120,7 +120,7 @@ def test_an_answer_from_another_node_or_to_another_round_is_not_counted(tmp_path
 
 
 def test_too_few_answers_skip_the_round_and_leave_the_state(tmp_path: Path) -> None:
-    server, grid = deployed(FedAvg(), tmp_path, rounds=1, terms=Policy(deadline=1, poll=0.01, wait=0, quorum=0.9))
+    server, grid = deployed(FedAvg(), tmp_path, rounds=1, policy=Policy(deadline=1, poll=0.01, wait=0, quorum=0.9))
     before = tree.digest(server.record.server)
     grid.spoil = lambda i, reply: reply
     server.transport.ready()
@@ -133,8 +133,8 @@ def test_too_few_answers_skip_the_round_and_leave_the_state(tmp_path: Path) -> N
 
 
 def test_over_selection_takes_the_first_answers(tmp_path: Path) -> None:
-    terms = Policy(deadline=5, poll=0.01, wait=0, over_selection=0.5)
-    server, grid = deployed(FedAvg(), tmp_path, rounds=1, clients=6, terms=terms, participation=0.5)
+    policy = Policy(deadline=5, poll=0.01, wait=0, over_selection=0.5)
+    server, grid = deployed(FedAvg(), tmp_path, rounds=1, clients=6, policy=policy, participation=0.5)
     server.run()
     asked = [m for m in grid.sent if m.metadata.message_type == "train"]
     assert len(asked) == 5  # 3 wanted, half of that more, rounded up

@@ -237,7 +237,7 @@ class WeighsOtherwise(Plain):
 
 
 class MovesByItself(Plain):
-    """Learns something where the step size is zero."""
+    """Learns something where the learning rate is zero."""
 
     def server_update(self, server: Any, round: Any) -> Any:
         return {"theta": {k: t + 0.1 for k, t in round.mean["theta"].items()}, "rounds": server["rounds"]}

@@ -122,13 +122,13 @@ def test_halving_recovers_and_says_so(halvings: int, tmp_path: Path) -> None:
     method = make("ditto", lr=2.0**halvings)  # bears a step of 1
     more = {"rounds": 6, "evaluate_every": 100, "on_divergence": "halve"}
     whole = run(method, tmp_path / "whole", **more)
-    told = [m for m in whole.messages if "Step sizes halved" in m]
+    told = [m for m in whole.messages if "Learning rates halved" in m]
     assert len(told) == halvings and told[0].endswith("(1 of 3).") and told[0].startswith("Simulator: round ")
     assert whole.rounds == 6 and [line["round"] for line in whole.curve] == list(range(1, 7))
     sim = whole.simulation
     assert sim is not None and sim.method.lr == 1.0  # type: ignore[attr-defined]
     assert_saved_is_finite(tmp_path / "whole")
-    if halvings == 2:  # the workers must take over the new step size
+    if halvings == 2:  # the workers must take over the new learning rate
         assert run(method, None, workers=2, **more).digest == whole.digest
 
 
@@ -136,7 +136,7 @@ def test_halving_recovers_and_says_so(halvings: int, tmp_path: Path) -> None:
 def test_halvings_are_kept_by_a_killed_run(stop: int, tmp_path: Path) -> None:
     method = Cliff(lr=1.0)
     whole = run(method, None, rounds=15, on_divergence="halve")
-    assert [m.rsplit("Step sizes ")[1] for m in whole.messages] == ["halved (1 of 3).", "halved (2 of 3)."]
+    assert [m.rsplit("Learning rates ")[1] for m in whole.messages] == ["halved (1 of 3).", "halved (2 of 3)."]
     killed_after(stop, method, tmp_path)
     again = run(method, tmp_path, rounds=15, on_divergence="halve")
     found = again.simulation
@@ -235,7 +235,7 @@ class Growing(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Cliff(Growing):
-    """Moves by its step size, and explodes from round 11 on unless that is below 0.3."""
+    """Moves by its learning rate, and explodes from round 11 on unless that is below 0.3."""
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         grow = 100.0 if round.round > self.quiet and self.lr > 0.3 else 1.0

@@ -28,7 +28,7 @@ def test_all_tables_are_there() -> None:
 def test_every_row_is_a_valid_experiment(name: str) -> None:
     whole = load_experiment(name)
     assert whole.name == name and whole.paper.title and whole.paper.reference and not whole.missing
-    assert len({row.lr for row in whole.rows}) == 1  # all choose from the same step sizes
+    assert len({row.lr for row in whole.rows}) == 1  # all choose from the same learning rates
     quick = whole.quicken().select(whole.quick.rows or [row.label for row in whole.rows])
     assert quick.rows
     for row in quick.rows:

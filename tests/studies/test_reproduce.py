@@ -187,7 +187,7 @@ def test_validation_takes_nothing_from_the_test_part() -> None:
         (('method = "local"\n', 'method = "local"\nlabl = 1\n'), "unknown key 'labl'.*label"),
         (('label = "pFL-MF r={rank} (paper form)"', 'label = "Local"'), "different labels"),
         (("Elsewhere = [99.0]", "Elsewhere = [1.0, 2.0, 3.0]"), r"\[mean, ±\]"),
-        (("lr = [0.1, 0.5]", "lr = []"), "at least one step size"),
+        (("lr = [0.1, 0.5]", "lr = []"), "at least one learning rate"),
         (("seeds = 2", "seeds = 0"), "at least 1"),
         (("validation = 0.1", "validation = 0.9"), "fraction in"),
         (("rank = [2]", "rank = 2"), "vary must be"),
@@ -240,7 +240,7 @@ def test_end_to_end_and_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert float(rows[1]["mb_up"]) == pytest.approx(first["up"] / 1e6) and float(rows[1]["mb_down"]) > 0
     assert float(rows[0]["mb_up"]) == 0 and rows[2]["mb_up"] == ""
 
-    # The report of such a directory is that of its test runs: two seeds of two rows, no choice of step sizes.
+    # The report of such a directory is that of its test runs: two seeds of two rows, no choice of learning rates.
     shown = list(csv.DictReader(call("report", "out", "--format", "csv").stdout.splitlines()))
     assert len(shown) == 2 and {r["seeds"] for r in shown} == {"0 1"}
 
@@ -264,7 +264,7 @@ def test_quick_rows_overrides_and_more_seeds(here: Path, monkeypatch: pytest.Mon
     result = json.loads((here / "o/result.json").read_text())
     (row,) = result["rows"]
     assert row["lr"] == 0.3 and len(row["tests"]) == 1
-    assert not row["validation"] and "Step sizes: given." in (here / "o/table.md").read_text()  # nothing to choose
+    assert not row["validation"] and "Learning rates: given." in (here / "o/table.md").read_text()  # nothing to choose
     assert "not here yet" not in (here / "o/table.md").read_text()
 
 

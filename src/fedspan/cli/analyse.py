@@ -14,7 +14,7 @@ from fedspan.cli.console import Picture, note, say, show, table, user_path
 from fedspan.cli.onboard import RunPath
 from fedspan.cli.running import open_run
 from fedspan.errors import ConfigError
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -219,4 +219,4 @@ def _draw(figures: Mapping[str, Callable[[], Figure]], where: Path, kinds: list[
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(values, indent=1, allow_nan=False) + "\n")

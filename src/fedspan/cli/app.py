@@ -32,7 +32,7 @@ from fedspan.cli.targets import targets
 from fedspan.cli.theory import theory
 from fedspan.cli.watch import watch
 from fedspan.errors import FedspanError
-from fedspan.storage.malloc import keep_heap
+from fedspan.storage.malloc import keep_freed_memory
 
 FAULT, STOPPED = 2, 130
 NAMES_NO_CODE = {"matching", "keys", "server", "status", "stop", "proxy", "predict", "export"}
@@ -96,7 +96,7 @@ def options(
 
 def main() -> None:
     """The entry point `fedspan`."""
-    keep_heap()  # the process is ours alone; CFL's server step on 100 clients took half its time in page faults
+    keep_freed_memory()  # the process is ours alone; CFL's server step on 100 clients took half its time in page faults
     app()
 
 

@@ -67,16 +67,16 @@ def local(
     config = _config(exp or default, [*(overrides or []), f"partition.clients={nodes}"])
     from fedspan.deploy.policy import Policy
 
-    terms = Policy(deadline=deadline, quorum=quorum)
+    policy = Policy(deadline=deadline, quorum=quorum)
     if out is not None:
-        _local(user_path(out, "--out"), config, nodes, terms, cold, timeout)
+        _local(user_path(out, "--out"), config, nodes, policy, cold, timeout)
         say(f"Everything is in {out}; the run in {out / 'server' / 'runs' / config.name}.")
         return
     with tempfile.TemporaryDirectory(prefix="fedspan-local-") as folder:
-        _local(Path(folder), config, nodes, terms, cold, timeout)
+        _local(Path(folder), config, nodes, policy, cold, timeout)
 
 
-def _local(folder: Path, config: RunConfig, nodes: int, terms: Policy, cold: bool, timeout: float) -> None:
+def _local(folder: Path, config: RunConfig, nodes: int, policy: Policy, cold: bool, timeout: float) -> None:
     from fedspan.config import assemble_data
     from fedspan.deploy.operations import processes
     from fedspan.deploy.operations.deployment import LOOPBACK, Deployment, start_node, watch_run
@@ -99,7 +99,7 @@ def _local(folder: Path, config: RunConfig, nodes: int, terms: Policy, cold: boo
             start_node(folder / name, f"{LOOPBACK}:{server.port}", place, warm=not cold)
         say(f"{nodes} nodes started, {'without' if cold else 'each with'} a warm worker.")
         groups = None if data.groups is None else data.groups.tolist()
-        number = server.submit(config, _kind(config, data), terms, groups=groups)
+        number = server.submit(config, _kind(config, data), policy, groups=groups)
         watch_run(server, config.name, number, timeout, _tell)
         _outcome(server.out(config.name))
     finally:
@@ -193,8 +193,8 @@ def run(
     made = Deployment(folder / "server")
     known = made.register()
     config = _config(exp, [*(overrides or []), f"partition.clients={len(known)}"])
-    terms = Policy(deadline=deadline, quorum=quorum, over_selection=over_selection, norm_factor=norm_factor)
-    number = made.submit(config, _kind(config, None, shape), terms, fresh=fresh)
+    policy = Policy(deadline=deadline, quorum=quorum, over_selection=over_selection, norm_factor=norm_factor)
+    number = made.submit(config, _kind(config, None, shape), policy, fresh=fresh)
     say(f"Run {number} is ordered: {config.method['name']}, {config.rounds} rounds, {len(known)} nodes.")
     if not detach:
         watch_run(made, config.name, number, timeout, _tell)

@@ -18,7 +18,7 @@ from fedspan.method.fields import flat
 from fedspan.methods import METHODS, make
 from fedspan.models import build
 from fedspan.randomness import generator
-from fedspan.simulation.dry_run import try_round
+from fedspan.simulation.dry_run import dry_run_round
 from fedspan.tree import Outer, Tree
 
 
@@ -43,7 +43,7 @@ def toy() -> tuple[Task, FederatedData]:
 
 def probe(method: Method, task: Task, data: FederatedData, client: int = 0, batch: int = 4) -> Payload:
     """Run one round of one client through the engine, as the simulator does."""
-    tried = try_round(method, task, data, client, batch)
+    tried = dry_run_round(method, task, data, client, batch)
     sent = tree.take(tried.answer.sent, 0)
     return Payload(tried.down, tree.take(tried.answer.rows, 0), sent._replace(each={}).parts, sent.each)
 

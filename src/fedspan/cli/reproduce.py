@@ -12,7 +12,7 @@ import typer
 from fedspan.cli.console import child, directory, listed, note, say, show, table
 from fedspan.cli.run import Out, Overrides, Quiet
 from fedspan.errors import ConfigError, Divergence, FedspanError
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
     from fedspan.studies.papers import PaperExperiment, PaperJob, Result, RowOutcome
@@ -25,11 +25,11 @@ QuickRun = Annotated[bool, typer.Option("--quick", help="Scaled down to a minute
 Seeds = Annotated[int | None, typer.Option("--seeds", help="How many seeds.", min=1, max=1000, show_default=False)]
 Rows = Annotated[str, typer.Option("--rows", help="Only these rows, with commas, e.g. local,pfl-mf-r10.")]
 Steps = Annotated[
-    str, typer.Option("--lr", help="Step sizes every row chooses from instead of the file's, e.g. 0.01,0.1.")
+    str, typer.Option("--lr", help="Learning rates every row chooses from instead of the file's, e.g. 0.01,0.1.")
 ]
 Tuning = Annotated[
     int | None,
-    typer.Option("--tuning-rounds", help="Rounds to choose step sizes by.", min=1, show_default=False),
+    typer.Option("--tuning-rounds", help="Rounds to choose learning rates by.", min=1, show_default=False),
 ]
 Root = Annotated[str | None, typer.Option("--root", help="Where data sets lie; default $FEDSPAN_DATA.")]
 
@@ -63,7 +63,7 @@ def reproduce(
     experiment = experiment.retune(_steps(lr), tuning_rounds)
     settings = ([] if root is None else [f"data.root={json.dumps(root)}"]) + (overrides or [])
     count = experiment.seeds if seeds is None else seeds
-    # All of it is checked before the first run starts; a test is checked at the first step size.
+    # All of it is checked before the first run starts; a test is checked at the first learning rate.
     total, tuned = 0, False
     for row in experiment.rows:
         config = finals(experiment, row, row.lr[0], row.rules[0], 1, settings)[0].config
@@ -84,7 +84,7 @@ def reproduce(
 
 
 def _steps(text: str) -> list[float]:
-    """The step sizes of `--lr`, smallest first."""
+    """The learning rates of `--lr`, smallest first."""
     try:
         return sorted({float(part) for part in listed(text)})
     except ValueError:
@@ -125,7 +125,7 @@ class _Shown:
                     result = json.loads((place / "result.json").read_text())
                 except Divergence as e:
                     place.mkdir(parents=True, exist_ok=True)
-                    write_whole(marker, json.dumps({"why": str(e)}) + "\n")
+                    write_atomic(marker, json.dumps({"why": str(e)}) + "\n")
         if not self.quiet:
             facts = f"{before}diverged" if result is None else f"{before}done: {_facts(result)}"
             say(f"[{self.done}/{self.total}] {label}: {facts}")
@@ -144,9 +144,9 @@ def _write(
     from fedspan.studies.papers import cells, to_csv, to_json, to_markdown
 
     where.mkdir(parents=True, exist_ok=True)
-    write_whole(where / "table.md", to_markdown(experiment, said, cells(experiment, outcomes, everything)))
-    write_whole(where / "table.csv", to_csv(experiment, outcomes))
-    write_whole(
+    write_atomic(where / "table.md", to_markdown(experiment, said, cells(experiment, outcomes, everything)))
+    write_atomic(where / "table.csv", to_csv(experiment, outcomes))
+    write_atomic(
         where / "result.json", json.dumps(to_json(experiment, said, outcomes), indent=1, allow_nan=False) + "\n"
     )
 

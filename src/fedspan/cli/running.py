@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedspan.cli.console import note, out, say, show
 from fedspan.errors import ConfigError, Divergence, FedspanError
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
@@ -84,7 +84,7 @@ def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: b
 
     simulation = simulation_of(config, directory, fresh=fresh)
     # Only now: a directory of another experiment has been refused, and keeps its own configuration.
-    write_whole(directory / "config.toml", to_toml(config))
+    write_atomic(directory / "config.toml", to_toml(config))
     told = len(simulation.messages)
     for message in simulation.messages:
         note(message)

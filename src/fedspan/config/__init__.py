@@ -165,7 +165,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         if not isinstance(values.setdefault(key, {}), dict):
             raise ConfigError(f"Config: {key} must be a section ([{key}]). Got {short(values[key])}.")
     if not isinstance(values["name"], str):
-        raise ConfigError(f"Config: name must be a text. Got {short(values['name'])}.")
+        raise ConfigError(f"Config: name must be a string. Got {short(values['name'])}.")
     for key, table in values["methods"].items():
         if not isinstance(table, dict):
             raise ConfigError(f"Config: methods.{key[:60]} must be a section. Got {short(table)}.")
@@ -173,7 +173,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
             raise ConfigError(f"Config: methods.{key[:60]} is no method.{nearest(key[:60], METHODS)}")
     values["method"] = {"name": "fedavg", **values["method"]}
     if not isinstance(values["method"]["name"], str):
-        raise ConfigError(f"Method: name must be a text. Got {short(values['method']['name'])}.")
+        raise ConfigError(f"Method: name must be a string. Got {short(values['method']['name'])}.")
     values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
     return RunConfig(
         **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices")},

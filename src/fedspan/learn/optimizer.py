@@ -1,4 +1,4 @@
-"""How clients take their steps, and how step sizes fall over the rounds: values that a method holds."""
+"""How clients take their steps, and how learning rates fall over the rounds: values that a method holds."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How the step size falls over the rounds: along a cosine, or not at all."""
+    """How the learning rate falls over the rounds: along a cosine, or not at all."""
 
     KEYS: ClassVar[Mapping[str, str]] = {"lr_min": "lr_min", "cycle": "cycle"}
 
     lr_min: Annotated[float, Ge(0)] = 0.001
-    """The step size at the end of a cycle."""
+    """The learning rate at the end of a cycle."""
     cycle: Annotated[int, Ge(1)] | None = None
-    """Rounds in which the step size falls from `lr` to `lr_min` along a cosine, then starts anew; none: no fall."""
+    """Rounds in which the learning rate falls from `lr` to `lr_min` along a cosine, then starts anew; none: no fall."""
 
     def rate(self, lr: float, round: int) -> float:
-        """The step size of a round."""
+        """The learning rate of a round."""
         if self.cycle is None:
             return lr
         done = (round - 1) % self.cycle / self.cycle
@@ -63,5 +63,5 @@ class Schedule:
 
 
 def cosine(cycle: int, lr_min: float = 0.001) -> Schedule:
-    """A step size that falls along a cosine in `cycle` rounds, then starts anew."""
+    """A learning rate that falls along a cosine in `cycle` rounds, then starts anew."""
     return Schedule(cycle=cycle, lr_min=lr_min)

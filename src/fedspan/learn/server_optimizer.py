@@ -40,7 +40,7 @@ class ServerOptimizer:
     rule: Rule = "none"
     """The server's optimiser; `none` takes the mean of the uploads as it is."""
     lr: Annotated[float, Gt(0)] | None = None
-    """The server's step size; 1 for `sgd` and 0.01 for the adaptive rules if not given."""
+    """The server's learning rate; 1 for `sgd` and 0.01 for the adaptive rules if not given."""
     momentum: Annotated[float, Ge(0), Lt(1)] | None = None
     """The server's momentum, β₁ of the adaptive rules; 0.9 if not given, unless the method says otherwise."""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.99
@@ -61,7 +61,7 @@ class ServerOptimizer:
 
     @property
     def rate(self) -> float:
-        """The step size in force."""
+        """The learning rate in force."""
         if self.lr is not None:
             return self.lr
         return 1.0 if self.rule == "sgd" else 0.01

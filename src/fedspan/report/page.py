@@ -23,7 +23,7 @@ from fedspan.report.registered import panels_of, seen_of
 from fedspan.report.runs import Group, Run, group
 from fedspan.report.tables import Row, columns, summary_rows
 from fedspan.report.text import clean, without_paths
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
     from fedspan.method import Panel
@@ -49,7 +49,7 @@ def write_page(runs: Sequence[Run], out: str | Path, title: str | None = None) -
     text = page(runs, title)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, text)
+        write_atomic(out, text)
     except OSError as e:
         raise FedspanError(f"Report: {out} cannot be written: {e.strerror}.") from None
     return out

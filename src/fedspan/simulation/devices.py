@@ -18,7 +18,7 @@ from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, Method, Ranked
 from fedspan.method.fields import Positive, Share, check
-from fedspan.simulation.dry_run import try_round
+from fedspan.simulation.dry_run import dry_run_round
 from fedspan.simulation.settings import Settings
 
 __all__ = ["Choice", "Clock", "Cost", "Devices", "assign", "measure"]
@@ -116,11 +116,11 @@ def measure(method: Method, task: Task, data: FederatedData, client: int, settin
     counter, peak = FlopCounterMode(display=False), Peak()
     # The second round: what a method leaves out of the first (an alignment, say) is there.
     within = (counter, peak)
-    trial = try_round(method, task, one, client, size, epochs=settings.epochs, round=2, level=level, within=within)
-    held = tree.nbytes(trial.rows) + tree.nbytes(trial.common) + peak.most
-    sent = tree.take(trial.answer.sent, 0)
-    up = wire.count(sent.parts) | {k: int(v[0]) for k, v in trial.answer.coded.items()}
-    down = wire.count(trial.down)
+    tried = dry_run_round(method, task, one, client, size, epochs=settings.epochs, round=2, level=level, within=within)
+    held = tree.nbytes(tried.rows) + tree.nbytes(tried.common) + peak.most
+    sent = tree.take(tried.answer.sent, 0)
+    up = wire.count(sent.parts) | {k: int(v[0]) for k, v in tried.answer.coded.items()}
+    down = wire.count(tried.down)
     return Cost(counter.get_total_flops() / several, held, sum(up.values()), sum(down.values()))
 
 

@@ -86,7 +86,7 @@ class RoundDriver:
 
     @property
     def messages(self) -> list[str]:
-        """What a person should be told: resumption, damage found, step sizes halved."""
+        """What a person should be told: resumption, damage found, learning rates halved."""
         return self.record.messages
 
     def run(self, on_round: OnRound | None = None) -> Result:
@@ -196,7 +196,7 @@ class RoundDriver:
         return {"round": t, "sampled": len(sampled), "answered": len(got.weights), "skipped": skipped, **got.facts}
 
     def _watch(self, t: int, server: Tree) -> float:
-        """Raise before a state that is not finite, or grows without measure, replaces a good one."""
+        """Raise before a state that is not finite, or grows without bound, replaces a good one."""
         p, by = self.record.progress, self.transport
         return watch(
             self.engine.able, t, server, before=p.last_norm, start=p.start_norm, who=by.who, advice=by.advice()
@@ -221,7 +221,7 @@ class RoundDriver:
         progress = self.record.progress
         progress.halvings += 1
         self._halve()
-        progress.notes.append(f"{why} Step sizes halved ({progress.halvings} of {MOST_HALVINGS}).")
+        progress.notes.append(f"{why} Learning rates halved ({progress.halvings} of {MOST_HALVINGS}).")
         self.messages.append(progress.notes[-1])
 
     def _halve(self) -> None:
@@ -316,7 +316,7 @@ def watch(able: Abilities, t: int, server: Tree, *, before: float, start: float,
     """The norm of a new server state, before it replaces a good one.
 
     Raises:
-        Divergence: if the state is not finite, or grows without measure.
+        Divergence: if the state is not finite, or grows without bound.
     """
     if not tree.all_finite(server):
         raise Divergence(f"{who}: the server's state is not finite after round {t}; {advice}")

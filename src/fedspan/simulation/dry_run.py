@@ -15,7 +15,7 @@ from fedspan.simulation.engine import Answer, Engine
 from fedspan.tree import Tree
 
 
-class Trial(NamedTuple):
+class DryRun(NamedTuple):
     """What a client had and received, and what it gave; rows and answers are stacked, one deep."""
 
     rows: Tree
@@ -24,7 +24,7 @@ class Trial(NamedTuple):
     answer: Answer
 
 
-def try_round(
+def dry_run_round(
     method: Method,
     task: Task,
     data: FederatedData,
@@ -35,7 +35,7 @@ def try_round(
     round: int = 1,
     level: int = 0,
     within: tuple[AbstractContextManager[object], ...] = (),
-) -> Trial:
+) -> DryRun:
     """Run one round of one client through the engine, as the simulator does; its update inside `within`."""
     engine = Engine(method, task, data, 0, batch, epochs, "loop")
     capacities = tuple(engine.able.capacity(task, i) for i in range(data.clients))
@@ -49,4 +49,4 @@ def try_round(
         for context in within:
             stack.enter_context(context)
         answer = engine.update(capacity, round, [client], rows, down.shared, down.own, common)
-    return Trial(rows, common, {**down.shared, **tree.take(down.own, 0)}, answer)
+    return DryRun(rows, common, {**down.shared, **tree.take(down.own, 0)}, answer)

@@ -75,7 +75,7 @@ class Onboarded:
 
 
 class Alone(NamedTuple):
-    """Training without any federation: the step size its validation part chose, the passes, and the outcome."""
+    """Training without any federation: the learning rate its validation part chose, the passes, and the outcome."""
 
     lr: float
     epochs: int
@@ -148,7 +148,7 @@ def is_one_model(simulation: Simulation) -> bool:
 def train_alone(run: Run, new: Onboarded) -> Alone:
     """The yardstick beside `onboard`: the run's model trained on the newcomer's data only.
 
-    It gets as many passes as a client of the run did on average (at most 100 visits), and the step size that does best
+    It gets as many passes as a client of the run did on average (at most 100 visits), and the best learning rate
     on a quarter of its training data; then it is trained on all of them.
     """
     simulation, data, start = _state(run), new.data, time.perf_counter()

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedspan import __version__
 from fedspan.errors import FedspanError
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
     from fedspan.simulation.simulator import Simulation
@@ -69,7 +69,7 @@ class Result:
 
     def write(self, directory: Path) -> None:
         """Write `result.json`, all or nothing."""
-        write_whole(directory / "result.json", json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        write_atomic(directory / "result.json", json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
         if not self.accuracy:

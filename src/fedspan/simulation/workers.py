@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from fedspan.errors import FedspanError
-from fedspan.storage.malloc import keep_heap
+from fedspan.storage.malloc import keep_freed_memory
 from fedspan.tree import EMPTY, Tree
 from fedspan.wire import framing, pack, unpack
 
@@ -202,7 +202,7 @@ class Pool(InProcess):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(parent)
-        keep_heap()
+        keep_freed_memory()
         torch.set_num_threads(1)
         shared: dict[str, Tree] = {}
         while True:

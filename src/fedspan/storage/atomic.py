@@ -16,7 +16,7 @@ def replacing(path: Path) -> Iterator[Path]:
     os.replace(temporary, path)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a text."""
     with replacing(path) as place:
         place.write_text(text, encoding="utf-8")

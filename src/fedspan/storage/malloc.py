@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 
-def keep_heap() -> None:
+def keep_freed_memory() -> None:
     """Keep freed memory in the process: giving gradients back and faulting them in again costs more than a step."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc; elsewhere the allocator's own habits stay

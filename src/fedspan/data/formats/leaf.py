@@ -132,7 +132,7 @@ def _layout(where: str, content: Any) -> tuple[list[str], list[int], dict[str, A
     seen: set[str] = set()
     for user, count in zip(users, counts):
         if not isinstance(user, str) or not 0 < len(user) <= MAX_NAME:
-            raise DataError(f"{where}: a user must be a text of 1 to {MAX_NAME} characters. Got {repr(user)[:60]}.")
+            raise DataError(f"{where}: a user must be a string of 1 to {MAX_NAME} characters. Got {repr(user)[:60]}.")
         if user in seen:
             raise DataError(f"{_who(where, user)} must appear once in users. Got it twice.")
         if type(count) is not int or count < 0:

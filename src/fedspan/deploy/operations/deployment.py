@@ -21,7 +21,7 @@ from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
 from fedspan.errors import ConfigError, FedspanError, safe_name
 from fedspan.method.named_code import allowance
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,7 +32,7 @@ class Order:
 
     experiment: str
     kind: DataKind
-    terms: Policy
+    policy: Policy
     out: Path
     fresh: bool
     groups: list[int] | None
@@ -119,7 +119,7 @@ class Deployment:
     # ------------------------------------------------------------------------------------------------ runs
 
     def submit(
-        self, config: RunConfig, kind: DataKind, terms: Policy, *, fresh: bool = False, groups: list[int] | None = None
+        self, config: RunConfig, kind: DataKind, policy: Policy, *, fresh: bool = False, groups: list[int] | None = None
     ) -> int:
         """Order a run, and hand it to Flower; the number Flower gives it. A run found in its directory goes on."""
         from flwr.cli.build import build_fab_from_files
@@ -131,7 +131,7 @@ class Deployment:
         config = replace(config, data=replace(config.data, root=None))
         out, text = self.out(config.name), to_toml(config)
         out.mkdir(parents=True, exist_ok=True)
-        order = {"experiment": text, "kind": asdict(kind), "terms": asdict(terms), "fresh": fresh, "groups": groups}
+        order = {"experiment": text, "kind": asdict(kind), "policy": asdict(policy), "fresh": fresh, "groups": groups}
         order["allow_code"] = sorted(allowance().packages)
         (out / "started").unlink(missing_ok=True)
         self._write(f"runs/{out.name}/order.json", order)
@@ -155,8 +155,8 @@ class Deployment:
         out = self.out(name)
         values = json.loads((out / "order.json").read_text())
         kind = DataKind(tuple(values["kind"]["shape"]), values["kind"]["classes"], values["kind"]["dtype"])
-        terms, code = Policy(**values["terms"]), tuple(values.get("allow_code", ()))
-        return Order(values["experiment"], kind, terms, out, values["fresh"], values["groups"], code)
+        policy, code = Policy(**values["policy"]), tuple(values.get("allow_code", ()))
+        return Order(values["experiment"], kind, policy, out, values["fresh"], values["groups"], code)
 
     def flower_status(self, number: int) -> str:
         """What Flower says of a run, as status:sub-status."""
@@ -200,7 +200,7 @@ class Deployment:
         return facts
 
     def _write(self, name: str, value: Any) -> None:
-        write_whole(self.folder / name, value if isinstance(value, str) else json.dumps(value, indent=1))
+        write_atomic(self.folder / name, value if isinstance(value, str) else json.dumps(value, indent=1))
 
 
 def bundle(name: str, experiment: str) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.errors import FedspanError
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 OFFLINE = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -100,7 +100,7 @@ def wait_for(what: str, done: Any, seconds: float, folder: Path, name: str) -> N
 
 
 def _write(folder: Path, entries: list[dict[str, Any]]) -> None:
-    write_whole(folder / PIDS, json.dumps(entries))
+    write_atomic(folder / PIDS, json.dumps(entries))
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -164,7 +164,7 @@ class GridTransport:
         return {k: float(v) for k, v in sums.items()}
 
     def _outliers(self, got: dict[int, Sent]) -> dict[int, str]:
-        """Take the uploads out whose norm is beyond measure; the others' norms are remembered."""
+        """Take the uploads out whose norm is an outlier; the others' norms are remembered."""
         norms = {i: norm_of(s) for i, s in got.items()}
         history = self.record.progress.deployed["norms"]
         refused = {}

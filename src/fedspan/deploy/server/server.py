@@ -18,7 +18,7 @@ from fedspan.deploy.server.grid_transport import GridTransport
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 
 class Server(RoundDriver):
@@ -40,7 +40,7 @@ class Server(RoundDriver):
         grid: Grid,
         roster: Roster,
         *,
-        terms: Policy | None = None,
+        policy: Policy | None = None,
         out: Path | None = None,
         fresh: bool = False,
         log: Callable[[str], None] = lambda _: None,
@@ -51,7 +51,7 @@ class Server(RoundDriver):
         federation = experiment.federation(clients, roster.groups)
         config = {**experiment.config, "nodes": list(map(str, roster.nodes))}
         record = Record(engine, federation, experiment.settings, config=config, out=out, fresh=fresh, clients=False)
-        transport = GridTransport(experiment, engine, kind, grid, roster, record, terms or Policy(), log)
+        transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log)
         super().__init__(engine, record, transport, rounds=experiment.rounds, config=experiment.config)
 
     def run(self, on_round: OnRound | None = None) -> Result:
@@ -106,7 +106,7 @@ class Server(RoundDriver):
             },
             "refused": self.transport.refusals[-20:],
         }
-        write_whole(self.out / "status.json", json.dumps(body, indent=1) + "\n")
+        write_atomic(self.out / "status.json", json.dumps(body, indent=1) + "\n")
 
 
 def _said(line: Mapping[str, Any], rounds: int) -> str:

@@ -40,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
         order.kind,
         grid,
         deployment.roster(order.groups),
-        terms=order.terms,
+        policy=order.policy,
         out=order.out,
         fresh=order.fresh and not (order.out / "started").exists(),
         log=tell,

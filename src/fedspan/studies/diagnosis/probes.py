@@ -26,8 +26,8 @@ Floats = NDArray[np.float64]
 class FirstSteps:
     """What one step of every client shows."""
 
-    likeness: Floats  # cosines of the steps, [clients, clients]
-    repeated: float  # mean cosine of a client's steps on its two halves: what likeness could be at most
+    similarity: Floats  # cosines of the steps, [clients, clients]
+    repeated: float  # mean cosine of a client's steps on its two halves: what similarity could be at most
     apart: float  # mean cosine of different clients' halves
     spectrum: Floats  # eigenvalues of A Bᵀ, steps on one half against steps on the other; noise is about 0
     rank: int  # directions above the noise

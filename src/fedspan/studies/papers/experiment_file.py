@@ -38,7 +38,7 @@ class Quick:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow:
-    """A line of the table: a method with fields, and what its step size is chosen from."""
+    """A line of the table: a method with fields, and what its learning rate is chosen from."""
 
     label: str
     method: str
@@ -88,12 +88,12 @@ class PaperExperiment:
         return replace(self, rows=tuple(r for r in self.rows if r.label in chosen))
 
     def retune(self, lr: Sequence[float] = (), tuning_rounds: int | None = None) -> PaperExperiment:
-        """Other step sizes for every row to choose from, or another number of rounds to choose them by."""
+        """Other learning rates for every row to choose from, or another number of rounds to choose them by."""
         made = self if tuning_rounds is None else replace(self, tuning_rounds=tuning_rounds)
         return replace(made, rows=tuple(replace(r, lr=tuple(lr)) for r in made.rows)) if lr else made
 
     def quicken(self) -> PaperExperiment:
-        """The scaled-down experiment of `--quick`: fewer clients, rounds, examples, step sizes and rows."""
+        """The scaled-down experiment of `--quick`: fewer clients, rounds, examples, learning rates and rows."""
         base = copied(self.base)
         for key, value in self.quick.set.items():
             put(base, key, value)

@@ -19,7 +19,7 @@ NOT_HERE = "not here yet"
 
 
 def describe(experiment: PaperExperiment, config: RunConfig, seeds: int, tuned: bool = True) -> list[str]:
-    """What was run, in sentences that stand above the table; `tuned` is false if no row had a step size to choose."""
+    """What was run, in sentences above the table; `tuned` is false if no row had a learning rate to choose."""
     paper = experiment.paper
     where = ", ".join([paper.table, *paper.columns]) if paper.table else ""
     lines = [f"{paper.title}." if paper.title else f"{experiment.name}."]
@@ -34,10 +34,10 @@ def describe(experiment: PaperExperiment, config: RunConfig, seeds: int, tuned: 
     else:
         lines.append(f"Here: {scale}.")
     rounds = f" after {experiment.tuning_rounds} rounds" if experiment.tuning_rounds else ""
-    steps = "Step sizes: given"
+    steps = "Learning rates: given"
     if tuned:
         steps = (
-            f"Step sizes: per {'method' if any(r.tuned_as for r in experiment.rows) else 'row'}, by accuracy on a"
+            f"Learning rates: per {'method' if any(r.tuned_as for r in experiment.rows) else 'row'}, by accuracy on a"
             f" validation part ({100 * experiment.validation:g} % of each client, seed"
             f" {config.seed}){rounds}; * marks one at the edge of its grid"
         )

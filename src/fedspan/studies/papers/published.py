@@ -1,12 +1,12 @@
 """Reading experiment files with a paper's figures: an ordinary experiment plus five sections of their own.
 
 [paper]    title, reference, table, columns, remarks; [paper.values]: percent as printed, [mean, ±] or [mean]
-[grid]     lr = the step sizes that every row may choose from
+[grid]     lr = the learning rates that every row may choose from
 [runs]     seeds, validation (fraction for choosing), tuning_rounds (default: all rounds)
 [quick]    seeds, lr, rows, and [quick.set] with dotted keys: what --quick changes
 [[rows]]   label, method; perhaps fields, vary (every combination of values, written into the label as {key}),
            paper (its name in [paper.values]), lr, rules (alternative further fields), set (dotted keys),
-           tuned_as (fields while the step size is chosen, so that rows share one choice)
+           tuned_as (fields while the learning rate is chosen, so that rows share one choice)
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _rows(values: dict[str, Any], lr: tuple[float, ...], paper: Paper) -> Iterat
     if not line.label or not line.method:
         raise ConfigError(f"Reproduce: every row must have a label and a method. Got {short(values)}.")
     if not (lr if line.lr is None else line.lr):
-        raise ConfigError(f"Reproduce: row '{line.label[:60]}' must have at least one step size. Got none.")
+        raise ConfigError(f"Reproduce: row '{line.label[:60]}' must have at least one learning rate. Got none.")
     for point in itertools.product(*line.vary.values()):
         varied = dict(zip(line.vary, point))
         label, figure = _filled(line.label, varied), line.paper and _filled(line.paper, varied)

@@ -1,4 +1,4 @@
-"""The runs of a row: step sizes on validation parts of one seed, then the test at the chosen one for all seeds."""
+"""The runs of a row: learning rates on validation parts of one seed, then the test at the chosen one for all seeds."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PaperJob:
 
     @property
     def lr(self) -> float:
-        """The step size, as it stands in the configuration: an override may have changed it."""
+        """The learning rate, as it stands in the configuration: an override may have changed it."""
         return float(self.config.method["lr"])
 
     @property
     def setting(self) -> str:
-        """The step size and the rule in words."""
+        """The learning rate and the rule in words."""
         return ", ".join([f"lr {self.lr:g}", *(f"{k}={v}" for k, v in self.rule.items())])
 
     @property
@@ -52,7 +52,7 @@ class RowOutcome:
     """A row of the table; accuracies are fractions."""
 
     row: PaperRow
-    chosen: PaperJob | None = None  # None: every step size diverged
+    chosen: PaperJob | None = None  # None: every learning rate diverged
     at_edge: bool = False
     tried: tuple[tuple[PaperJob, float | None], ...] = ()
     tests: tuple[tuple[PaperJob, Result | None], ...] = field(default=())
@@ -113,7 +113,7 @@ def accuracy(result: Result) -> float:
 def config_of(
     experiment: PaperExperiment, row: PaperRow, lr: float, rule: Mapping[str, Any], overrides: Sequence[str]
 ) -> RunConfig:
-    """The checked experiment of one row and step size; what is typed on the command line comes last."""
+    """The checked experiment of one row and learning rate; what is typed on the command line comes last."""
     values = copied(experiment.base)
     for key, value in row.set.items():
         put(values, key, value)
@@ -157,7 +157,7 @@ def finals(
     seeds: int,
     overrides: Sequence[str] = (),
 ) -> list[PaperJob]:
-    """The runs that count: the chosen step size, no validation part, one per seed."""
+    """The runs that count: the chosen learning rate, no validation part, one per seed."""
     config = config_of(experiment, row, lr, rule, overrides)
     seeded = [replace(config, seed=config.seed + k) for k in range(seeds)]
     return [PaperJob(row=row, config=c, rule=rule, purpose="test") for c in seeded]
@@ -166,7 +166,7 @@ def finals(
 def reproduce_row(
     experiment: PaperExperiment, row: PaperRow, seeds: int, overrides: Sequence[str], run: Runner
 ) -> RowOutcome:
-    """Choose a row's step size by validation accuracy, then test it; a diverged run is the worst of its grid."""
+    """Choose a row's learning rate by validation accuracy, then test it; a diverged run is the worst of its grid."""
     jobs = candidates(experiment, row, overrides)
     tried: list[tuple[PaperJob, float | None]] = []
     for job in trials(jobs):

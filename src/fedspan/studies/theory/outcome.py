@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedspan.storage.atomic import write_whole
+from fedspan.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ class Outcome:
     def write(self, path: Path) -> Path:
         """Write the numbers as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(self.numbers, indent=1, allow_nan=False) + "\n")
+        write_atomic(path, json.dumps(self.numbers, indent=1, allow_nan=False) + "\n")
         return path
 
 
