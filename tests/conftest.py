@@ -168,6 +168,22 @@ def plain_models(sim: Simulation) -> Tree:
     return {str(i): plain_model(sim, i) for i in range(sim.data.clients)}
 
 
+SLOW = {"test_all_methods", "test_bad_input", "test_browser", "test_checkpoint", "test_cli", "test_divergence"}
+SLOW |= {"test_door", "test_factor_figures", "test_flower", "test_generated_pages", "test_kinds", "test_new"}
+SLOW |= {"test_onboard", "test_pages", "test_panels", "test_reproduce", "test_resume", "test_theory", "test_workers"}
+SLOW |= {"test_baselines", "test_client_store", "test_factorized_files", "test_factorized_fl", "test_fedara_files"}
+SLOW |= {"test_fedloru", "test_fedloru_files", "test_hessian", "test_matching_report", "test_server_optimizer"}
+SLOW |= {"test_subspace_report"}
+"""Files that start processes or train for seconds: `make quick` leaves them out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow files."""
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """Keep modules and tests, thousands of them, out of every later search for garbage."""
     gc.collect()
