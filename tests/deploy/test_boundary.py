@@ -17,6 +17,7 @@ from fedspan.deploy.server.deployed_state import begin_or_parse
 from fedspan.deploy.server.server import Server
 from fedspan.errors import CheckpointError
 from fedspan.methods import FedAvg, FedLoRU
+from tools.fuzz_server import ROUNDS, fuzz_server
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -192,3 +193,11 @@ def test_a_node_of_an_older_checkpoint_registers_its_evaluation_size(
     again.run()
     assert all(node["held_out"] > 0 for node in again.record.progress.deployed["nodes"].values())
     assert not again.transport.refusals
+
+
+@pytest.mark.slow
+def test_hostile_conversations_change_nothing_for_the_honest() -> None:
+    heard = fuzz_server(200, seed=2)
+    assert heard.fine, heard
+    assert heard.conversations >= 200 and heard.resumed == ROUNDS * heard.runs
+    assert heard.refused > 40 and heard.missing > 10  # they were heard, and not only lost
