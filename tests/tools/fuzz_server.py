@@ -108,7 +108,7 @@ class Stage:
     def server(self, out: Path, grid: LocalGrid, log: Callable[[str], None]) -> Server:
         """A server on another grid; it resumes what it finds in `out`."""
         made, _ = deployed_on(self.experiment, self.data, out / "unused", POLICY, out=out)
-        made.transport.grid, made.transport.log, made.log = grid, log, log  # type: ignore[assignment]
+        made.transport.grid, made.transport.log, made.log = grid, log, log
         return made
 
 

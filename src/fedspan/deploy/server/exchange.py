@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import httpx
 import torch
 from flwr.app import Message
-from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedspan import tree, wire
@@ -18,6 +17,7 @@ from fedspan.deploy.envelope import Facts, printable, seal, unseal
 from fedspan.deploy.server.admission import PARTS
 from fedspan.deploy.server.answers import Answer, HelloAnswer, StaleAnswer, TrainAnswer, parse_answer
 from fedspan.deploy.server.deployed_state import NOTHING
+from fedspan.deploy.server.quota_grid import NodeGrid, QuotaGrid
 from fedspan.errors import Refused
 from fedspan.method import Sent
 from fedspan.simulation.record import Record
@@ -49,11 +49,12 @@ class Exchange:
         got: what `check` made of the good answers.
         refused: why an answer was not accepted.
         missing: why there is none.
+        quotas: bytes of payload that the answer of a client may bring; none where nothing is said.
     """
 
     def __init__(
         self,
-        grid: Grid,
+        grid: NodeGrid,
         roster: Roster,
         record: Record,
         do: str,
@@ -62,9 +63,10 @@ class Exchange:
         check: Check,
         ledger: Ledger,
         log: Callable[[str], None],
+        quotas: Mapping[int, int],
     ) -> None:
         self.grid, self.roster, self.record, self.do, self.t = grid, roster, record, do, t
-        self.requests, self.check, self.ledger, self.log = requests, check, ledger, log
+        self.requests, self.check, self.ledger, self.log, self.quotas = requests, check, ledger, log, quotas
         self.got: dict[int, Any] = {}
         self.refused: dict[int, str] = {}
         self.missing: dict[int, str] = {}
@@ -131,7 +133,7 @@ class Exchange:
 
     def _look(self, i: int) -> None:
         """See whether client i has answered, and what its answer is worth."""
-        reply = self._pull(self._pending[i])
+        reply = self._pull(i, self._pending[i])
         if reply is None:
             return
         del self._pending[i]  # the one vote of this client in this round
@@ -173,11 +175,13 @@ class Exchange:
             node["answered"] += 1
             self.ledger.add_names(Direction.UP, _upload_sizes(payload))
 
-    def _pull(self, number: str) -> Message | Refused | str | None:
+    def _pull(self, i: int, number: str) -> Message | Refused | str | None:
         """The answer to one message; why it cannot be read; why there will be none; None if it is not there yet.
 
         One at a time: a reply that cannot be read must not cost the others theirs.
         """
+        if isinstance(self.grid, QuotaGrid):
+            self.grid.quota, self.grid.end = self.quotas.get(i, 0), self._end
         try:
             replies = list(self.grid.pull_messages([number]))
             if replies and replies[0].has_error():
@@ -185,6 +189,8 @@ class Exchange:
             return replies[0] if replies else None
         except (httpx.HTTPError, OSError):
             raise  # the connection to the SuperLink, not a reply
+        except Refused as e:
+            return e
         except Exception as e:
             return Refused(f"its reply cannot be read ({type(e).__name__}).")
 

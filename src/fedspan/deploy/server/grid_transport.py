@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.serverapp import Grid
 
 from fedspan import tree, wire
 from fedspan.data.federated import Index
@@ -24,6 +24,7 @@ from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, t
 from fedspan.deploy.server.answers import EvaluateAnswer, HelloAnswer, TrainAnswer, check_sums
 from fedspan.deploy.server.deployed_state import MOST_NORMS, begin_or_parse
 from fedspan.deploy.server.exchange import Check, Exchange, Request, Roster
+from fedspan.deploy.server.quota_grid import NodeGrid
 from fedspan.errors import ConfigError, Refused
 from fedspan.method import Sent
 from fedspan.randomness import generator
@@ -54,7 +55,7 @@ class GridTransport:
         experiment: Experiment,
         engine: Engine,
         kind: DataKind,
-        grid: Grid,
+        grid: NodeGrid,
         roster: Roster,
         record: Record,
         policy: Policy,
@@ -102,7 +103,8 @@ class GridTransport:
                 dtype=self.dtype,
             )
 
-        exchange = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger)
+        quotas = {i: d.most_bytes for i, d in declared.items()}
+        exchange = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger, quotas=quotas)
         got, refused, missing = exchange.got, exchange.refused, exchange.missing
         missing |= {i: "it has not said how many examples it has" for i in asked if not self._known(i)}
         refused |= self._outliers(got)
@@ -223,10 +225,18 @@ class GridTransport:
             self._measures[repr(capacity)] = frozenset(found)
 
     def _exchange(
-        self, do: str, t: int, requests: Mapping[int, Request], check: Check, *, enough: int, ledger: Ledger
+        self,
+        do: str,
+        t: int,
+        requests: Mapping[int, Request],
+        check: Check,
+        *,
+        enough: int,
+        ledger: Ledger,
+        quotas: Mapping[int, int] = MappingProxyType({}),
     ) -> Exchange:
         """Ask, and collect until enough answers are good or the deadline has come."""
-        exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log)
+        exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log, quotas)
         exchange.run(enough, self.policy.deadline, self.policy.poll)
         return exchange
 
