@@ -74,7 +74,7 @@ BAD = {
     "type": (lambda f, u: u["mean"]["theta"].update({"0.bias": torch.zeros(7)}), "must be float64 of shape [7]"),
     "long": (lambda f, u: u["each"].update(x=torch.zeros(100_000)), "must have at most"),
     "weight": (lambda f, u: f.update(weight=1e9), "its number of examples"),
-    "no weight": (lambda f, u: f.update(weight=None), "the weight must be a number"),
+    "no weight": (lambda f, u: f.update(weight=None), "'weight' of its facts must be a valid number. Got None"),
     "old round": (lambda f, u: f.update(round=0), "must belong to round"),
 }
 
@@ -246,7 +246,7 @@ def test_the_gate_reads_nothing_that_is_too_long() -> None:
     declared = Declared({"w": torch.empty(3, device="meta")}, {})
     with pytest.raises(Refused, match="at most"):
         admit(
-            {"weight": 1},
+            1.0,
             b"\0" * 10_000,
             who="client x",
             able=Abilities(FedAvg()),

@@ -5,12 +5,14 @@ The same programs can be run by hand with other numbers: see tests/tools/.
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tools.fuzz_server import ROUNDS, fuzz_server
 from tools.fuzz_uploads import fuzz
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -29,10 +31,19 @@ def test_ten_thousand_hostile_uploads() -> None:
     assert found.crashed == 0 and found.wrongly_admitted == 0 and found.same_result
 
 
+def test_ten_thousand_hostile_conversations() -> None:
+    fuzz_server(200, seed=1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    heard = fuzz_server(10_000)
+    assert heard.fine, heard
+    assert heard.conversations >= 10_000 and heard.resumed == ROUNDS * heard.runs
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # kilobytes
+
+
 def test_killed_runs_end_with_the_same_bits() -> None:
     play("kill_trials", "--trials", "20", "--kills", "3")
 
 
-@pytest.mark.parametrize("fault", ["same", "node", "serverapp", "superlink", "replay"])
+@pytest.mark.parametrize("fault", ["same", "node", "serverapp", "superlink", "replay", "flood"])
 def test_a_real_federation(fault: str) -> None:
     play("deploy_faults", fault)

@@ -152,7 +152,7 @@ def test_the_gate_refuses_weights_that_are_not_as_declared(weights: Tree, senten
 
     def given(upload: Tree) -> Sent:
         return admit(
-            {"weight": 4}, pack(upload), who="client 1", able=Abilities(ClassMeans()), declared=declared, codecs={},
+            4.0, pack(upload), who="client 1", able=Abilities(ClassMeans()), declared=declared, codecs={},
             examples=4, dtype=DOUBLE,
         )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Break a real federation on the loopback address and see what is left.
 
-    python tests/tools/deploy_faults.py [same node superlink serverapp strangers replay rounds ten ...]
+    python tests/tools/deploy_faults.py [same node superlink serverapp strangers replay flood rounds ten ...]
 
 same       the deployed run has the simulator's numbers
 node       kill -9 a node's processes in a round: the round ends at its deadline, the node returns with its state
@@ -8,6 +8,7 @@ superlink  kill -9 the SuperLink in a run: a new run goes on, at most one round 
 serverapp  kill -9 the ServerApp in a run: likewise
 strangers  A1: six bad nodes; A2: five control actions through the proxy (needs nginx)
 replay     A3: a node sends every update again, changed, and from an old round: each counts once
+flood      a node sends 400 MB where some kB are declared: memory, database and time of the round
 rounds     seconds per round with almost no work, without and with warm workers
 ten        ten nodes for ten rounds without a failure; bytes as fedspan counts them and as they pass by
 
@@ -454,8 +455,63 @@ def replay() -> bool:
         return equal and all(line["answered"] == 3 for line in lines) and tried["again"] == tried["changed"] == 3
 
 
-def _send_again(f: Federation, folder: Path, over: threading.Event, tried: Counter[str]) -> None:
-    """A node that answers as it should, and then sends its update again, a changed one, and those of old rounds."""
+FLOOD = int(os.environ.get("FLOOD_MB", "400")) << 20
+
+
+def flood() -> bool:
+    """A node sends far more than is declared."""
+    with federation() as f:
+        usual = _measured(f, "usual", 0)
+        processes.stop(f.folder / f.names[2])  # from here on this process speaks for it, with its key
+        flooded = _measured(f, "flooded", FLOOD)
+        after = sum(p.stat().st_size for p in f.server.folder.glob("state.db*")) / 2**20
+        for what in usual:
+            print(f"  {what}: at most {usual[what]:.1f} in a usual run, {flooded[what]:.1f} flooded")
+        print(f"  database afterwards: {after:.1f} MB")
+        lines = f.lines("flooded")
+        print(f"  answered {[line['answered'] for line in lines]}; {[line['refused'] for line in lines]}")
+        kept = after < usual["database, MB"] + 32 and flooded["ServerApp, MB"] < usual["ServerApp, MB"] + 50
+        return kept and [line["answered"] for line in lines] == [2, 2, 2]
+
+
+def _measured(f: Federation, name: str, size: int) -> dict[str, float]:
+    """A run of three rounds, with a node that sends so many bytes if any: its peaks of memory, database and time."""
+    (link,) = (entry["pid"] for entry in processes.running(f.server.folder))
+    _, number = f.order(f"name={name}", "rounds=3", "train.evaluate_every=3", deadline=120.0)
+    over, most, folder = threading.Event(), dict[str, float](), f.folder / f.names[2]
+    threads = [threading.Thread(target=_peaks, args=(f, name, link, over, most))]
+    if size:
+        threads.append(threading.Thread(target=_send_again, args=(f, folder, over, Counter[str](), name, size)))
+    for thread in threads:
+        thread.start()
+    try:
+        f.wait(name, number)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(60)
+    return most | {"round, s": max(line["seconds"] for line in f.lines(name))}
+
+
+def _peaks(f: Federation, name: str, link: int, over: threading.Event, most: dict[str, float]) -> None:
+    """Keep the largest memory of SuperLink and ServerApp, and the largest database."""
+    while not over.wait(0.1):
+        status = f.server.status(name)
+        for what, pid in {"SuperLink, MB": link, "ServerApp, MB": status["pid"] if status else link}.items():
+            with suppress(psutil.Error):
+                most[what] = max(most.get(what, 0.0), psutil.Process(pid).memory_info().rss / 2**20 if status else 0.0)
+        with suppress(OSError):
+            size = sum(p.stat().st_size for p in f.server.folder.glob("state.db*")) / 2**20
+            most["database, MB"] = max(most.get("database, MB", 0.0), size)
+
+
+def _send_again(
+    f: Federation, folder: Path, over: threading.Event, tried: Counter[str], name: str = "local", flood: int = 0
+) -> None:
+    """A node that answers as it should, and then sends its update again, a changed one, and those of old rounds.
+
+    With `flood` it sends so many bytes instead of every update.
+    """
     import httpx
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
     from flwr.app import Message
@@ -469,7 +525,7 @@ def _send_again(f: Federation, folder: Path, over: threading.Event, tried: Count
     key: Any = load_ssh_private_key((folder / "key").read_bytes(), None)
     where = f"{LOOPBACK}:{f.server.port}"
     certificate = (folder / "ca.crt").read_bytes()
-    experiment = f.server.order("local").experiment
+    experiment = f.server.order(name).experiment
     service, old = Service(folder), list[Message]()
     with http_request_response(where, False, certificate, (key, key.public_key()), max_retries=2) as connection:
         receive, send, pull, push, confirm = (connection[i] for i in (1, 2, 5, 6, 7))
@@ -503,6 +559,9 @@ def _send_again(f: Federation, folder: Path, over: threading.Event, tried: Count
                 made.metadata.__dict__["_message_id"] = made.object_id
                 return made
 
+            if flood and facts["do"] == "train":
+                post(answer(os.urandom(flood)), "flood")
+                continue
             right = answer(payload)
             post(right, "right")
             if facts["do"] == "train":
@@ -544,7 +603,7 @@ def rounds() -> bool:
     return True
 
 
-SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, replay, rounds, ten)}
+SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, replay, flood, rounds, ten)}
 
 if __name__ == "__main__":
     failed = []

@@ -31,6 +31,7 @@ from fedspan import tree, wire
 from fedspan.deploy.envelope import KIND, seal, unseal
 from fedspan.deploy.experiment import DataKind, stand_in
 from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
+from fedspan.deploy.server.answers import TrainAnswer, parse_answer
 from fedspan.errors import Refused
 from fedspan.method import Abilities, Sent
 from fedspan.methods import FactorizedFLBeta, FedAvg, FedKd, PflMf
@@ -93,11 +94,12 @@ class Target:
 
     def admit(self, content: RecordDict) -> Sent:
         facts, payload = unseal(content)
-        if facts.get("round") != 1 or facts.get("do") != "train":
-            raise Refused("another round")
+        answer = parse_answer(facts, "train", 1, "client f")
+        if not isinstance(answer, TrainAnswer):
+            raise Refused("client f: it is stale.")
         return admit(
-            facts, payload, who="client f", able=Abilities(self.method), declared=self.declared, codecs=self.codecs,
-            examples=EXAMPLES, dtype=torch.float64,
+            answer.weight, payload, who="client f", able=Abilities(self.method), declared=self.declared,
+            codecs=self.codecs, examples=EXAMPLES, dtype=torch.float64,
         )  # fmt: skip
 
     def is_valid(self, sent: Sent) -> bool:

@@ -15,6 +15,15 @@ KIND = "fedspan.tree/1"
 MOST_FACTS = 1 << 18
 """Bytes of facts that are read at all; ours are some hundred."""
 
+MOST_TEXT = 500
+"""Characters of a sentence with words of a node that are kept."""
+
+
+def printable(text: str, most: int = MOST_TEXT) -> str:
+    """Text of another machine as one line for log, terminal and status: no control, escape or direction characters."""
+    kept = "".join(c if c.isprintable() else " " for c in text[:most])
+    return kept if len(text) <= most else f"{kept[: most - 3]}..."
+
 
 def seal(facts: Facts, payload: bytes = b"") -> RecordDict:
     """The content of a message."""
@@ -43,7 +52,7 @@ def unseal(content: RecordDict) -> tuple[Facts, bytes]:
             raise ValueError("its facts are no object")
         return facts, array.data
     except Exception as e:  # whatever is wrong with it is its sender's fault
-        raise Refused(f"the message is not one of fedspan's: {str(e)[:100] or type(e).__name__}.") from None
+        raise Refused(f"the message is not one of fedspan's: {printable(str(e), 100) or type(e).__name__}.") from None
 
 
 def _no_constant(name: str) -> float:

@@ -53,8 +53,9 @@ class Node:
             torch.set_num_threads(threads)
 
     def _hello(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
-        examples = len(self.data.train[self.place])
-        return {"examples": examples, "experiment": self.experiment.key, **self.kind.facts()}, b""
+        held_out = getattr(self.data, self.experiment.settings.evaluate_part)[self.place]
+        sizes = {"examples": len(self.data.train[self.place]), "held_out": len(held_out)}
+        return {**sizes, "experiment": self.experiment.key, **self.kind.facts()}, b""
 
     def _train(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
         number, t = int(asked["client"]), int(asked["round"])

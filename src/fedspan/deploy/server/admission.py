@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 
 from fedspan import tree, wire
-from fedspan.deploy.envelope import Facts
 from fedspan.errors import Refused
 from fedspan.learn.aggregate import times_own
 from fedspan.method import Abilities, Capacity, Sent
@@ -58,7 +57,7 @@ def declare(engine: Engine, capacity: Capacity, t: int, client: int, down: Tree,
 
 
 def admit(
-    facts: Facts,
+    weight: float,
     payload: bytes,
     *,
     who: str,
@@ -75,9 +74,6 @@ def admit(
     Raises:
         Refused: in one sentence that names the client and the fault.
     """
-    weight = facts.get("weight")
-    if not isinstance(weight, int | float) or isinstance(weight, bool):
-        raise Refused(f"{who}: the weight must be a number. Got {str(weight)[:40]!r}.")
     if len(payload) > declared.most_bytes:
         raise Refused(f"{who}: the upload must have at most {declared.most_bytes:,} bytes. Got {len(payload):,}.")
     try:
@@ -90,7 +86,7 @@ def admit(
         decoded = {k: wire.decode(p, {} if k == "weights" else codecs, getattr(declared, k)) for k, p in parts.items()}
         wire.check_upload(
             decoded,
-            float(weight),
+            weight,
             who=who,
             declared=declared.schema,
             kind=able.weight,
@@ -104,7 +100,7 @@ def admit(
         raise Refused(f"{who}: the upload cannot be read ({type(e).__name__}).") from None
     # Structure comes from the declaration: empty parts are not sent, and an order of names must not matter.
     ordered = (_ordered(getattr(declared, k), decoded[k]) for k in PARTS)
-    return Sent(torch.tensor(float(weight), dtype=dtype), *ordered)
+    return Sent(torch.tensor(weight, dtype=dtype), *ordered)
 
 
 def _ordered(like: Tree, given: Tree) -> Tree:

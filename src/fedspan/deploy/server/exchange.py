@@ -10,12 +10,14 @@ from typing import Any, TypeAlias
 import httpx
 import torch
 from flwr.app import Message
-from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedspan import tree, wire
-from fedspan.deploy.envelope import Facts, seal, unseal
+from fedspan.deploy.envelope import Facts, printable, seal, unseal
 from fedspan.deploy.server.admission import PARTS
+from fedspan.deploy.server.answers import Answer, HelloAnswer, StaleAnswer, TrainAnswer, parse_answer
+from fedspan.deploy.server.deployed_state import NOTHING
+from fedspan.deploy.server.quota_grid import NodeGrid, QuotaGrid
 from fedspan.errors import Refused
 from fedspan.method import Sent
 from fedspan.simulation.record import Record
@@ -27,8 +29,8 @@ _TYPES = {"hello": "query", "train": "train", "evaluate": "evaluate"}
 Request: TypeAlias = tuple[Facts, Tree]
 """What a client is told and sent."""
 
-Check: TypeAlias = Callable[[int, Facts, bytes], Any]
-"""What an answer of a client is worth; raises `Refused` for a bad one."""
+Check: TypeAlias = Callable[[int, Any, bytes], Any]
+"""What a parsed answer of a client is worth; raises `Refused` for a bad one."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,12 @@ class Exchange:
         got: what `check` made of the good answers.
         refused: why an answer was not accepted.
         missing: why there is none.
+        quotas: bytes of payload that the answer of a client may bring; none where nothing is said.
     """
 
     def __init__(
         self,
-        grid: Grid,
+        grid: NodeGrid,
         roster: Roster,
         record: Record,
         do: str,
@@ -60,9 +63,10 @@ class Exchange:
         check: Check,
         ledger: Ledger,
         log: Callable[[str], None],
+        quotas: Mapping[int, int],
     ) -> None:
         self.grid, self.roster, self.record, self.do, self.t = grid, roster, record, do, t
-        self.requests, self.check, self.ledger, self.log = requests, check, ledger, log
+        self.requests, self.check, self.ledger, self.log, self.quotas = requests, check, ledger, log, quotas
         self.got: dict[int, Any] = {}
         self.refused: dict[int, str] = {}
         self.missing: dict[int, str] = {}
@@ -114,11 +118,12 @@ class Exchange:
     def _with_news(self, facts: Facts, payload: Tree, heard: int) -> Request:
         """A request with the announcements that a client has not heard, or the whole state where that is less."""
         r, told = self.record, self.record.progress.deployed["told"]
-        numbers = [str(k) for k in range(heard + 1, told + 1)]
         facts = facts | {"told": told, "base": heard, "whole": False}
-        if 0 <= heard <= told and all(k in r.news for k in numbers):
-            news = {k: r.news[k] for k in numbers}
-            if tree.nbytes(news) <= tree.nbytes(r.common) or not news:
+        if 0 <= heard <= told and told - heard <= len(r.news):
+            numbers = [str(k) for k in range(heard + 1, told + 1)]
+            news = {k: r.news[k] for k in numbers if k in r.news}
+            complete = len(news) == len(numbers)
+            if complete and (tree.nbytes(news) <= tree.nbytes(r.common) or not news):
                 self.ledger.add(Direction.ANNOUNCE, tree.nbytes(news))
                 return facts, payload | {"news": news}
         self.ledger.add(Direction.ANNOUNCE, tree.nbytes(r.common))
@@ -128,55 +133,69 @@ class Exchange:
 
     def _look(self, i: int) -> None:
         """See whether client i has answered, and what its answer is worth."""
-        reply = self._pull(self._pending[i])
+        reply = self._pull(i, self._pending[i])
         if reply is None:
             return
         del self._pending[i]  # the one vote of this client in this round
         if isinstance(reply, str):
-            self.missing[i] = reply
+            self.missing[i] = printable(reply)
             return
         try:
             if isinstance(reply, Refused):
                 raise Refused(f"client {self.roster.names[i]}: {reply}")
-            facts, payload = self._opened(i, reply)
-            if facts.get("status") == "stale" and i not in self._again:
-                self._again.add(i)
-                self._ask(i, -1)
-                return
-            self._accept(i, facts, payload)
+            answer, payload = self._opened(i, reply)
+            if isinstance(answer, StaleAnswer):
+                self._ask_again(i)
+            else:
+                self._accept(i, answer, payload)
         except Refused as e:
-            self.refused[i] = str(e)
+            self.refused[i] = printable(str(e))
 
-    def _accept(self, i: int, facts: Facts, payload: bytes) -> None:
-        self.got[i] = self.check(i, facts, payload)
-        node = self._node(i)
-        if isinstance(facts.get("heard"), int):
-            node["heard"] = facts["heard"]
-        if facts.get("ahead"):
-            self.log(f"Client {self.roster.names[i]} goes on from a later round than the server's.")
-        if self.do == "train":
+    def _ask_again(self, i: int) -> None:
+        """Send client i the whole state, once."""
+        if i in self._again:
+            raise Refused(f"client {self.roster.names[i]}: it was sent the whole state, and still misses some of it.")
+        self._again.add(i)
+        self._ask(i, NOTHING)
+
+    def _accept(self, i: int, answer: Answer, payload: bytes) -> None:
+        who, node = f"client {self.roster.names[i]}", self._node(i)
+        if payload and not isinstance(answer, TrainAnswer):
+            raise Refused(f"{who}: its answer to {self.do} must bring no payload. Got {len(payload):,} bytes.")
+        if not isinstance(answer, HelloAnswer):
+            told = self.record.progress.deployed["told"]
+            if answer.heard != told:
+                raise Refused(f"{who}: it must have heard the {told} announcements it was sent. Got {answer.heard}.")
+        self.got[i] = self.check(i, answer, payload)
+        if not isinstance(answer, HelloAnswer):
+            node["heard"] = answer.heard
+        if isinstance(answer, TrainAnswer):
+            if answer.ahead:
+                self.log(f"Client {self.roster.names[i]} goes on from a later round than the server's.")
             node["answered"] += 1
             self.ledger.add_names(Direction.UP, _upload_sizes(payload))
 
-    def _pull(self, number: str) -> Message | Refused | str | None:
+    def _pull(self, i: int, number: str) -> Message | Refused | str | None:
         """The answer to one message; why it cannot be read; why there will be none; None if it is not there yet.
 
         One at a time: a reply that cannot be read must not cost the others theirs.
         """
+        if isinstance(self.grid, QuotaGrid):
+            self.grid.quota, self.grid.end = self.quotas.get(i, 0), self._end
         try:
             replies = list(self.grid.pull_messages([number]))
+            if replies and replies[0].has_error():
+                return f"its node reports: {str(replies[0].error.reason)[:300]}"
+            return replies[0] if replies else None
         except (httpx.HTTPError, OSError):
             raise  # the connection to the SuperLink, not a reply
+        except Refused as e:
+            return e
         except Exception as e:
             return Refused(f"its reply cannot be read ({type(e).__name__}).")
-        if not replies:
-            return None
-        if replies[0].has_error():
-            return f"its node reports: {str(replies[0].error.reason)[:300]}"
-        return replies[0]
 
-    def _opened(self, i: int, reply: Message) -> tuple[Facts, bytes]:
-        """Facts and payload of an answer that is this client's to this very question."""
+    def _opened(self, i: int, reply: Message) -> tuple[Answer, bytes]:
+        """The parsed facts and the payload of an answer that is this client's to this very question."""
         who, meta = f"client {self.roster.names[i]}", reply.metadata
         if meta.src_node_id != self.roster.nodes[i]:
             raise Refused(f"{who}: the answer comes from another node, {meta.src_node_id}.")
@@ -185,9 +204,10 @@ class Exchange:
         except Refused as e:
             raise Refused(f"{who}: {e}") from None
         self.ledger.add(Direction.WIRE, len(payload))
-        if facts.get("round") != self.t or facts.get("do") != self.do or meta.group_id != str(self.t):
-            raise Refused(f"{who}: the answer must belong to round {self.t}. Got {str(facts.get('round'))[:20]}.")
-        return facts, payload
+        answer = parse_answer(facts, self.do, self.t, who)
+        if meta.group_id != str(self.t):
+            raise Refused(f"{who}: the answer must belong to round {self.t}. Got {meta.group_id[:20]}.")
+        return answer, payload
 
 
 def _upload_sizes(payload: bytes) -> dict[str, int]:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.serverapp import Grid
 
 from fedspan import tree, wire
 from fedspan.data.federated import Index
-from fedspan.deploy.envelope import Facts
 from fedspan.deploy.experiment import DataKind, Experiment
 from fedspan.deploy.node.node import describe_coded
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
+from fedspan.deploy.server.answers import EvaluateAnswer, HelloAnswer, TrainAnswer, check_sums
+from fedspan.deploy.server.deployed_state import MOST_NORMS, begin_or_parse
 from fedspan.deploy.server.exchange import Check, Exchange, Request, Roster
+from fedspan.deploy.server.quota_grid import NodeGrid
 from fedspan.errors import ConfigError, Refused
 from fedspan.method import Sent
 from fedspan.randomness import generator
@@ -31,10 +32,9 @@ from fedspan.simulation.engine import Engine
 from fedspan.simulation.record import Record
 from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum, stacked
 from fedspan.tree import Tree
-from fedspan.wire import Direction, Ledger
+from fedspan.wire import Codec, Direction, Ledger
 
-_MEASURES = {"n", "loss", "accuracy", "squared_error"}
-_NORMS = 200  # of accepted uploads that are remembered
+_REFUSALS = 1000  # that are remembered, the newest
 
 
 class GridTransport:
@@ -55,7 +55,7 @@ class GridTransport:
         experiment: Experiment,
         engine: Engine,
         kind: DataKind,
-        grid: Grid,
+        grid: NodeGrid,
         roster: Roster,
         record: Record,
         policy: Policy,
@@ -64,12 +64,10 @@ class GridTransport:
         self.experiment, self.engine, self.kind, self.grid = experiment, engine, kind, grid
         self.roster, self.record, self.policy, self.log = roster, record, policy, log
         self.clients, self.dtype = len(roster.nodes), experiment.settings.torch_dtype
-        known = record.progress.deployed
-        known.setdefault("lineage", uuid.uuid4().hex)
-        known.setdefault("told", 0)
-        known.setdefault("norms", [])
-        known.setdefault("nodes", {str(i): {"heard": 0, "answered": 0, "refused": 0} for i in range(self.clients)})
+        record.progress.deployed, notes = begin_or_parse(record.progress.deployed, self.clients)
+        record.messages += notes
         self._declared: dict[str, Declared] = {}
+        self._measures: dict[str, frozenset[str]] = {}
         self.refusals: list[dict[str, Any]] = []
 
     @property
@@ -93,9 +91,9 @@ class GridTransport:
         shared, requests, declared = self._requests("train", t, ready, ledger)
         codecs = self.engine.able.coded.codecs(t)
 
-        def check(i: int, facts: Facts, payload: bytes) -> Sent:
+        def check(i: int, answer: TrainAnswer, payload: bytes) -> Sent:
             return admit(
-                facts,
+                answer.weight,
                 payload,
                 who=f"client {self.roster.names[i]}",
                 able=self.engine.able,
@@ -105,7 +103,8 @@ class GridTransport:
                 dtype=self.dtype,
             )
 
-        exchange = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger)
+        quotas = {i: d.most_bytes for i, d in declared.items()}
+        exchange = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger, quotas=quotas)
         got, refused, missing = exchange.got, exchange.refused, exchange.missing
         missing |= {i: "it has not said how many examples it has" for i in asked if not self._known(i)}
         refused |= self._outliers(got)
@@ -142,26 +141,19 @@ class GridTransport:
             raise ConfigError("Deploy: train.evaluate_after is for simulations. Got True; leave it out.")
         ids = [i for i in chosen if self._known(i)]
         requests = self._requests("evaluate", t, ids, ledger)[1]
+
+        def check(i: int, answer: EvaluateAnswer, payload: bytes) -> dict[str, float]:
+            who, measures = f"client {self.roster.names[i]}", self._measures[repr(self.record.capacity(i))]
+            return check_sums(answer, who=who, held_out=self._node(i)["held_out"], measures=measures)
+
         part = self.experiment.settings.evaluate_part
         requests = {i: (facts | {"part": part}, payload) for i, (facts, payload) in requests.items()}
-        exchange = self._exchange("evaluate", t, requests, self._measured, enough=len(requests), ledger=ledger)
+        exchange = self._exchange("evaluate", t, requests, check, enough=len(requests), ledger=ledger)
         got = exchange.got
         for i, why in exchange.refused.items():
             self._refuse(t, i, why)
         names = sorted({k for sums in got.values() for k in sums} | {"n"})
         return {k: {i: sums[k] for i, sums in got.items() if k in sums} for k in names}
-
-    def _measured(self, i: int, facts: Facts, payload: bytes) -> dict[str, float]:
-        """A node's sums, if they can be sums of measures."""
-        who, sums = f"client {self.roster.names[i]}", facts.get("sums")
-        fine = isinstance(sums, dict) and "n" in sums and sums.keys() <= _MEASURES
-        numbers = list(sums.values()) if fine and isinstance(sums, dict) else [None]
-        if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in numbers):
-            raise Refused(f"{who}: its measures must be finite sums of {', '.join(sorted(_MEASURES))}.")
-        assert isinstance(sums, dict)
-        if sums["n"] > self.policy.most_examples or sums.get("accuracy", 0) > sums["n"]:
-            raise Refused(f"{who}: more is right than it has examples.")
-        return {k: float(v) for k, v in sums.items()}
 
     def _outliers(self, got: dict[int, Sent]) -> dict[int, str]:
         """Take the uploads out whose norm is an outlier; the others' norms are remembered."""
@@ -172,7 +164,7 @@ class GridTransport:
             who = f"client {self.roster.names[i]}"
             refused[i] = f"{who}: the upload's norm must be at most {bound:.3g}. Got {norms.pop(i):.3g}."
             del got[i]
-        self.record.progress.deployed["norms"] = [*history, *(norms[i] for i in sorted(norms))][-_NORMS:]
+        self.record.progress.deployed["norms"] = [*history, *(norms[i] for i in sorted(norms))][-MOST_NORMS:]
         return refused
 
     def _more(self, wanted: list[int], t: int) -> list[int]:
@@ -208,6 +200,8 @@ class GridTransport:
                 ledger.add_names(Direction.DOWN if do == "train" else Direction.EVALUATE, wire.count(coded))
                 if do == "train":
                     declared[i] = self._declare(t, i, wire.roundtrip(whole, codecs)[0])
+                else:
+                    self._learn_measures(t, i, whole, codecs)
                 facts = {"client": i, "clients": self.clients, "coded": describe_coded(whole, set(codecs))}
                 facts["level"] = self.engine.able.ranked.level(r.server, i)
                 requests[i] = facts, {"down": tree.contiguous(coded)}
@@ -221,21 +215,43 @@ class GridTransport:
             self._declared[known] = declare(self.engine, capacity, t, i, down, self.record.common)
         return self._declared[known]
 
+    def _learn_measures(self, t: int, i: int, whole: Tree, codecs: Mapping[str, Codec]) -> None:
+        """Find out the names of the measures that client i has to send; once per capacity, like `_declare`."""
+        capacity = self.record.capacity(i)
+        if repr(capacity) not in self._measures:
+            row, part = tree.stack([self.engine.begin(capacity, i)]), self.experiment.settings.evaluate_part
+            down = wire.roundtrip(whole, codecs)[0]
+            found = self.engine.evaluate(capacity, t, [i], row, down, {}, self.record.common, part)
+            self._measures[repr(capacity)] = frozenset(found)
+
     def _exchange(
-        self, do: str, t: int, requests: Mapping[int, Request], check: Check, *, enough: int, ledger: Ledger
+        self,
+        do: str,
+        t: int,
+        requests: Mapping[int, Request],
+        check: Check,
+        *,
+        enough: int,
+        ledger: Ledger,
+        quotas: Mapping[int, int] = MappingProxyType({}),
     ) -> Exchange:
         """Ask, and collect until enough answers are good or the deadline has come."""
-        exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log)
+        exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log, quotas)
         exchange.run(enough, self.policy.deadline, self.policy.poll)
         return exchange
 
     # ------------------------------------------------------------------------------------------------ who is there
 
+    def _node(self, i: int) -> dict[str, Any]:
+        """What the server knows of client i's node."""
+        known: dict[str, Any] = self.record.progress.deployed["nodes"][str(i)]
+        return known
+
     def _known(self, i: int) -> bool:
-        return "examples" in self.record.progress.deployed["nodes"][str(i)]
+        return {"examples", "held_out"} <= self._node(i).keys()
 
     def _examples(self, i: int) -> int:
-        return int(self.record.progress.deployed["nodes"][str(i)]["examples"])
+        return int(self._node(i)["examples"])
 
     def ready(self) -> None:
         """Wait until a quorum of nodes is there, and learn how many examples each has; that is asked for once."""
@@ -254,29 +270,32 @@ class GridTransport:
         if not new:
             return
 
-        def check(i: int, facts: Facts, payload: bytes) -> int:
-            who, n = f"client {self.roster.names[i]}", facts.get("examples")
-            if facts.get("experiment") != self.experiment.key:
-                raise Refused(f"{who}: its experiment is another one; install the same fedspan there.")
-            if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= self.policy.most_examples:
-                raise Refused(f"{who}: it must have 1..{self.policy.most_examples} examples. Got {str(n)[:20]}.")
-            if {k: facts.get(k) for k in ("shape", "classes", "dtype")} != self.kind.facts():
-                raise Refused(f"{who}: its examples must be like {self.kind.facts()}.")
-            return n
-
         requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients}, {}) for i in new}
         t = self.record.progress.round
-        exchange = self._exchange("hello", t, requests, check, enough=len(new), ledger=Ledger())
-        for i, n in exchange.got.items():
-            self.record.progress.deployed["nodes"][str(i)]["examples"] = n
-            self.log(f"Client {self.roster.names[i]}: {n} examples.")
+        exchange = self._exchange("hello", t, requests, self._registered, enough=len(new), ledger=Ledger())
+        for i, sizes in exchange.got.items():
+            self._node(i).update(sizes)
+            self.log(f"Client {self.roster.names[i]}: {sizes['examples']} examples.")
         for i, why in exchange.refused.items():
             self._refuse(t, i, why)
+
+    def _registered(self, i: int, answer: HelloAnswer, payload: bytes) -> dict[str, int]:
+        """The sizes that a node registers, if its experiment and its examples are those of this server."""
+        who, most = f"client {self.roster.names[i]}", self.policy.most_examples
+        if answer.experiment != self.experiment.key:
+            raise Refused(f"{who}: its experiment is another one; install the same fedspan there.")
+        sizes = {"examples": answer.examples, "held_out": answer.held_out}
+        if max(sizes.values()) > most:
+            raise Refused(f"{who}: it must have at most {most} examples. Got {max(sizes.values())}.")
+        if DataKind(tuple(answer.shape), answer.classes, answer.dtype) != self.kind:
+            raise Refused(f"{who}: its examples must be like {self.kind.facts()}.")
+        return sizes
 
     def _named(self, whys: Mapping[int, str]) -> dict[str, str]:
         return {self.roster.names[i]: why for i, why in whys.items()}
 
     def _refuse(self, t: int, i: int, why: str) -> None:
-        self.record.progress.deployed["nodes"][str(i)]["refused"] += 1
+        self._node(i)["refused"] += 1
+        self.refusals[: 1 - _REFUSALS] = []
         self.refusals.append({"round": t, "client": self.roster.names[i], "why": why})
         self.log(f"Round {t}: refused. {why}")

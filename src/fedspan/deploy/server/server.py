@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.serverapp import Grid
-
 from fedspan.deploy.experiment import DataKind, Experiment, stand_in
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
 from fedspan.deploy.server.grid_transport import GridTransport
+from fedspan.deploy.server.quota_grid import NodeGrid
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
@@ -37,7 +36,7 @@ class Server(RoundDriver):
         self,
         experiment: Experiment,
         kind: DataKind,
-        grid: Grid,
+        grid: NodeGrid,
         roster: Roster,
         *,
         policy: Policy | None = None,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import cast
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid.http_grid import HttpGrid
 
+from fedspan.deploy.envelope import printable
 from fedspan.errors import ConfigError
 
 FOLDER = "FEDSPAN_DEPLOY"
@@ -21,6 +24,8 @@ def main(grid: Grid, context: Context) -> None:
     """Do what is left of the run that `fedspan deploy run` asked for."""
     from fedspan.deploy.experiment import read_experiment
     from fedspan.deploy.operations.deployment import Deployment
+    from fedspan.deploy.server.database import trim_database
+    from fedspan.deploy.server.quota_grid import QuotaGrid
     from fedspan.deploy.server.server import Server
     from fedspan.method.named_code import only_allowing
 
@@ -31,14 +36,19 @@ def main(grid: Grid, context: Context) -> None:
 
     def tell(text: str) -> None:
         with open(order.out / "server.log", "a") as log:  # what a ServerApp prints goes to nobody
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
+
+    def trimmed() -> None:
+        freed = trim_database(deployment.folder / "state.db", tell)
+        if freed:
+            tell(f"The SuperLink's database gave {freed / 1e6:.0f} MB back.")
 
     with only_allowing(order.allow_code, "order the run with --allow-code {package}"):
         experiment = read_experiment(order.experiment, order.kind)
     server = Server(
         experiment,
         order.kind,
-        grid,
+        QuotaGrid(cast(HttpGrid, grid)),
         deployment.roster(order.groups),
         policy=order.policy,
         out=order.out,
@@ -46,4 +56,4 @@ def main(grid: Grid, context: Context) -> None:
         log=tell,
     )
     (order.out / "started").touch()  # a restart of the same order goes on where it was
-    server.run()
+    server.run(lambda _: trimmed())
