@@ -64,7 +64,7 @@ class LocalTransport:
             if workers > 1 and self.engine.mapping == "vmap":
                 # torch.func.grad imports this when first called, which takes seconds: once here, not in every worker.
                 importlib.import_module("torch._dynamo")
-            self._executor = executor_of(self._handle, workers)
+            self._executor = executor_of(self._handle, workers, self.record.messages.append)
         return self._executor
 
     def advice(self) -> str:
