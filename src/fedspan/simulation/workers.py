@@ -102,9 +102,13 @@ class WorkerProcess:
     pid: int
     has: set[str] = field(default_factory=set)  # names of the broadcasts it holds
     job: int | None = None  # the job it works on
+    ended: bool = False
 
     def end(self) -> None:
         """End it, whatever it does, and wait for it."""
+        if self.ended:
+            return
+        self.ended = True
         self.sock.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -177,13 +181,15 @@ class Pool(InProcess):
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        pid = os.fork()
+        with _interrupts_held():  # until the child ignores them: it must not run the parent's handler
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         if pid == 0:
             code = 1
             try:
                 for s in [ours, *(p.sock for p in self._processes)]:
                     s.close()
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 die_with_parent(parent)
                 serve(theirs, self.handler)
@@ -260,6 +266,16 @@ class Pool(InProcess):
                 f"Simulator: worker {worker} (process {dead.pid}) ended unexpectedly and was replaced; its chunk was"
                 " repeated and gives the same numbers."
             )
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _result(head: Meta, data: bytearray) -> tuple[Meta, Tree]:
