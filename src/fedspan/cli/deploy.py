@@ -347,7 +347,7 @@ def _tell(body: dict[str, Any]) -> None:
 def _outcome(out: Path) -> None:
     """Personal accuracy of every node."""
     try:
-        result = json.loads((out / "result.json").read_text())
+        result = json.loads((out / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise FedspanError(f"deploy: {out / 'result.json'} cannot be read ({type(e).__name__}).") from None
     measured = result["per_client"]

@@ -89,9 +89,19 @@ class InProcess:
         """Nothing is held."""
 
 
+def available_cores() -> int:
+    """Cores this process may use; all of the machine where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def can_fork() -> bool:
+    """Whether workers can be forks of this process: forking one that uses torch is safe on Linux only."""
+    return sys.platform == "linux" and hasattr(os, "fork")
+
+
 def executor_of(handler: ChunkHandler, workers: int, told: Callable[[str], None] | None = None) -> Executor:
-    """Worker processes, or this one where one is enough; forking a process that uses torch is safe on Linux only."""
-    return Pool(handler, workers, told) if workers > 1 and sys.platform == "linux" else InProcess(handler)
+    """Worker processes, or this one where one is enough or none can be forked."""
+    return Pool(handler, workers, told) if workers > 1 and can_fork() else InProcess(handler)
 
 
 @dataclass
