@@ -25,7 +25,7 @@ from fedspan.simulation.workers import Executor, Job, Meta, available_cores, can
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
-ONE_PROCESS = "Simulator: workers can be forked safely on Linux only, so train.workers is taken as 1 here; the numbers are the same."
+ONE_PROCESS = "Simulator: workers are forked on Linux only; train.workers is taken as 1 here, with the same numbers."
 
 
 class LocalTransport:
