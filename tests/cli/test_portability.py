@@ -65,7 +65,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
     (tmp_path / "less" / "sitecustomize.py").write_text(LESS)
     (tmp_path / "exp.toml").write_text(EXPERIMENT)
     path = os.pathsep.join(filter(None, [str(tmp_path / "less"), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNDEFAULTENCODING": "1"}
+    named = {"USERNAME": "somebody"}  # as Windows has it; torch asks for it, or for getuid
+    return {**os.environ, **named, "PYTHONPATH": path, "PYTHONWARNDEFAULTENCODING": "1"}
 
 
 def fedspan(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
