@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,35 @@ def test_interrupt(here: Path) -> None:
     done = int(err.split("Stopped after round ")[1].split(";")[0])
     said = call("run", "exp.toml", f"rounds={done + 1}", "train.checkpoint_seconds=1000.0", "--out", "a", "-q")
     assert f"after round {done}" in said.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("gap", [0.05, 0.002])
+def test_a_storm_of_interrupts_ends_in_one_line_and_a_state_to_go_on_from(here: Path, gap: float) -> None:
+    more = ["train.checkpoint_seconds=1000.0", "rounds=100000", "train.workers=2", "--out", "a"]
+    process = shell("run", "exp.toml", *more, cwd=here, start_new_session=True)
+    try:
+        metrics = here / "a" / "metrics.jsonl"
+        end = time.monotonic() + 45
+        while time.monotonic() < end and not (metrics.exists() and metrics.stat().st_size > 500):
+            time.sleep(0.05)
+        for _ in range(20):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: workers are hit too
+            time.sleep(gap)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    *before, last = err.splitlines()
+    assert last.startswith("Stopped after round ") and last.endswith("; run the same command to go on."), err
+    assert before in ([], ["Stopping after this round; press Ctrl-C again to stop at once."]), err
+    done = int(last.removeprefix("Stopped after round ").split(";")[0])
+    call("run", "exp.toml", f"rounds={done + 2}", "train.workers=2", "--out", "a", "-q")
+    call("run", "exp.toml", f"rounds={done + 2}", "--out", "b", "-q")
+    a, b = (json.loads((here / d / "result.json").read_text()) for d in "ab")
+    assert a["digest"] == b["digest"] and a["accuracy"] == b["accuracy"]
 
 
 # ----------------------------------------------------------------------------------------------- compare, sweep, report

@@ -17,6 +17,7 @@ import pytest
 
 from fedspan import tree
 from fedspan.errors import CheckpointError
+from fedspan.simulation.local_transport import LocalTransport
 from fedspan.simulation.simulator import Simulation
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -87,6 +88,31 @@ def test_a_fresh_process_gives_the_same_whatever_its_hash_seed(tmp_path: Path) -
 
 def short(method: str) -> dict[str, Any]:
     return {"method": method, "rounds": 2, **spec(checkpoint_every=2)}
+
+
+def test_workers_killed_twenty_times_in_a_run_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    alone = play(tmp_path / "alone", {"rounds": 12, **spec()})
+    handle, here = LocalTransport._handle, os.getpid()
+    marks = tmp_path / "marks"
+    marks.mkdir()
+
+    def killed_first(self: LocalTransport, meta: Any, data: Any, broadcast: Any) -> Any:
+        """Do the chunk, and be killed before it is answered, if it is the first time."""
+        answer = handle(self, meta, data, broadcast)
+        mark = marks / f"{meta['do']}-{meta['round']}-{meta['ids'][0]}"
+        if os.getpid() != here and not mark.exists() and len(list(marks.iterdir())) < 20:
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    monkeypatch.setattr(LocalTransport, "_handle", killed_first)
+    killed = play(tmp_path / "killed", {"rounds": 12, **spec(workers=2)})
+    assert sum("was replaced" in line for line in killed.messages) == len(list(marks.iterdir())) >= 20
+    assert killed.digest == alone.digest and killed.per_client == alone.per_client
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "alone")
+    assert not psutil.Process().children()
 
 
 # --- the same in this process ---------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,7 +19,7 @@ import torch
 
 from conftest import assert_same
 from fedspan.errors import ConfigError, FedspanError, Refused
-from fedspan.simulation.workers import Job, Meta, Pool, WorkerError, executor_of
+from fedspan.simulation.workers import Job, Meta, Pool, WorkerDied, WorkerError, executor_of
 from fedspan.tree import Outer, Tree
 
 HERE = os.getpid()
@@ -42,6 +44,11 @@ def handle(meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
             raise ConfigError("Train: chunk must be an integer >= 1. Got 0.")
         case "die":
             os._exit(3)
+        case "die once":
+            marks = Path(meta["marks"])
+            if len(list(marks.iterdir())) < meta["deaths"]:
+                (marks / str(os.getpid())).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             sys.exit(4)
     out: Tree = {"sum": data["x"].sum() + broadcast.get("bias", torch.zeros(())), "empty": {}}
@@ -127,24 +134,38 @@ def test_an_error_for_people_keeps_its_sentence(do: str, sentence: str, workers:
 
 
 @pytest.mark.parametrize("place", [0, 1, 5])
-def test_a_worker_that_dies_is_a_clear_sentence(place: int) -> None:
-    with closing(Pool(handle, 2)) as pool, pytest.raises(WorkerError) as e:
+def test_a_job_that_ends_every_worker_is_given_up_in_a_clear_sentence(place: int) -> None:
+    with closing(Pool(handle, 2)) as pool, pytest.raises(WorkerDied) as e:
         list(pool.run([job(k, **({"do": "die"} if k == place else {})) for k in range(8)]))
     text = str(e.value)
-    assert "ended unexpectedly, most likely for lack of memory" in text
-    assert "Use a smaller train.chunk, or train.workers=1; the run can be resumed." in text
-    assert text.startswith("Simulator: worker ")
+    assert text.startswith("Simulator: 3 workers ended unexpectedly on the same chunk")
+    assert text.endswith("Use a smaller train.chunk, or train.workers=1; the run can be resumed.")
 
 
-def test_a_worker_killed_between_rounds_is_noticed() -> None:
-    with closing(Pool(handle, 2)) as pool:
+@pytest.mark.parametrize("deaths", [1, 2])
+@pytest.mark.parametrize("place", [0, 1, 5, 7])
+def test_a_worker_that_dies_is_replaced_and_its_job_repeated(place: int, deaths: int, tmp_path: Path) -> None:
+    told: list[str] = []
+    with closing(Pool(handle, 2, told.append)) as pool:
+        pool.share("a", {"bias": torch.tensor(100.0)})
+        fatal = {"do": "die once", "marks": str(tmp_path), "deaths": deaths}
+        results = list(pool.run([job(k, "a", **(fatal if k == place else {})) for k in range(8)]))
+    assert [m["k"] for m, _ in results] == list(range(8))
+    assert [float(t["sum"]) for _, t in results] == [100 + 3.0 * k for k in range(8)]
+    assert len(told) == len(list(tmp_path.iterdir())) == deaths
+    assert all("ended unexpectedly and was replaced" in line for line in told)
+
+
+def test_a_worker_killed_between_rounds_is_replaced() -> None:
+    told: list[str] = []
+    with closing(Pool(handle, 2, told.append)) as pool:
         list(pool.run([job(k) for k in range(4)]))
-        child = psutil.Process().children()[0]
-        child.kill()
-        gone, _ = psutil.wait_procs([child], timeout=5)
-        assert gone
-        with pytest.raises(WorkerError, match="ended unexpectedly"):
-            list(pool.run([job(k) for k in range(4)]))
+        for child in psutil.Process().children():
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert [m["k"] for m, _ in pool.run([job(k) for k in range(4)])] == [0, 1, 2, 3]
+        assert len(psutil.Process().children()) == 2
+    assert len(told) == 2
 
 
 def test_sys_exit_in_a_worker_is_an_error_like_any_other() -> None:
@@ -195,7 +216,7 @@ def handle(meta, data, common):
 pool = Pool(handle, 2)
 results = pool.run([Job({"sleep": 0}), Job({"sleep": 60}), Job({"sleep": 60})])
 next(results)
-print(json.dumps(pool._pids), flush=True)
+print(json.dumps([p.pid for p in pool._processes]), flush=True)
 os.kill(os.getpid(), 9)  # while both workers are busy
 """
 

@@ -21,6 +21,7 @@ from fedspan.cli.deploy import deploy
 from fedspan.cli.diagnose import diagnose
 from fedspan.cli.doctor import doctor
 from fedspan.cli.export import export
+from fedspan.cli.interrupts import one_interrupt
 from fedspan.cli.methods import methods
 from fedspan.cli.new import new
 from fedspan.cli.onboard import onboard
@@ -97,7 +98,8 @@ def options(
 def main() -> None:
     """The entry point `fedspan`."""
     keep_freed_memory()  # the process is ours alone; CFL's server step on 100 clients took half its time in page faults
-    app()
+    with one_interrupt():
+        app()
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ def demo(out: Out = None, rounds: Rounds = None, fresh: Fresh = False, quiet: Qu
     from fedspan.config import from_dict
     from fedspan.storage.toml import parse_toml
 
-    text = resources.files("fedspan.cli").joinpath("demo.toml").read_text()
+    text = resources.files("fedspan.cli").joinpath("demo.toml").read_text(encoding="utf-8")
     config = from_dict(parse_toml(text, "demo.toml"), [] if rounds is None else [f"rounds={rounds}"])
     where = directory(out, "demo")
     say("40 clients hold 45 handwritten digits each, 30 to train on. Each of 4 groups names the digits in its own way.")
     jobs = plan(config, list(config.methods), 1, where)
     run_all(jobs, "fedspan demo", where / "report.html", fresh=fresh, quiet=quiet)
-    results = [json.loads((d / "result.json").read_text()) for _, _, d in jobs]
+    results = [json.loads((d / "result.json").read_text(encoding="utf-8")) for _, _, d in jobs]
     say(lesson({r["method"]: r["accuracy"]["mean"] for r in results}))
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import platform
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +41,16 @@ Wait = Annotated[float, typer.Option("--timeout", help="Seconds to watch the run
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
+def _needs_unix() -> None:
+    if not hasattr(os, "fork") or not hasattr(socket, "AF_UNIX"):
+        raise ConfigError(
+            f"deploy: a federation runs on Linux and macOS only. Got {platform.system()}; simulate it here with"
+            " `fedspan run`."
+        )
+
+
 def _needs_flower() -> None:
+    _needs_unix()
     for package in ("flwr", "cryptography"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"deploy: it needs {package}. Install it: pip install 'fedspan[flower]'.")
@@ -73,14 +85,16 @@ def local(
         say(f"Everything is in {out}; the run in {out / 'server' / 'runs' / config.name}.")
         return
     with tempfile.TemporaryDirectory(prefix="fedspan-local-") as folder:
-        _local(Path(folder), config, nodes, policy, cold, timeout)
+        _local(Path(folder), config, nodes, policy, cold, timeout, passing=True)
 
 
-def _local(folder: Path, config: RunConfig, nodes: int, policy: Policy, cold: bool, timeout: float) -> None:
+def _local(
+    folder: Path, config: RunConfig, nodes: int, policy: Policy, cold: bool, timeout: float, passing: bool = False
+) -> None:
     from fedspan.config import assemble_data
-    from fedspan.deploy.operations import processes
     from fedspan.deploy.operations.deployment import LOOPBACK, Deployment, start_node, watch_run
     from fedspan.deploy.operations.keys import make_keys
+    from fedspan.deploy.operations.watcher import stopped_afterwards
     from fedspan.method.named_code import allowance
 
     data = assemble_data(config)  # before anything is started: what cannot be loaded is said at once
@@ -88,7 +102,8 @@ def _local(folder: Path, config: RunConfig, nodes: int, policy: Policy, cold: bo
     if not (folder / "server").exists():
         make_keys(folder, names)
     server = Deployment(folder / "server")
-    try:
+    places = [*(folder / name for name in names), server.folder]  # the server last: nodes would only complain
+    with stopped_afterwards(places, remove=folder if passing else None):
         server.start()
         say(f"SuperLink on https://{LOOPBACK}:{server.port}, TLS and node authentication on.")
         if list(server.register()) != names:
@@ -102,10 +117,6 @@ def _local(folder: Path, config: RunConfig, nodes: int, policy: Policy, cold: bo
         number = server.submit(config, _kind(config, data), policy, groups=groups)
         watch_run(server, config.name, number, timeout, _tell)
         _outcome(server.out(config.name))
-    finally:
-        for name in names:
-            processes.stop(folder / name)
-        server.stop()
 
 
 @deploy.command()
@@ -234,6 +245,7 @@ def status(folder: Folder, as_json: Json = False) -> None:
 @deploy.command()
 def stop(folder: Folder) -> None:
     """Stop what `deploy` started in a folder: a whole federation's, the server's or one node's."""
+    _needs_unix()
     from fedspan.deploy.operations import processes
 
     folders = [folder, *(p for p in sorted(folder.iterdir()) if p.is_dir())] if folder.is_dir() else []
@@ -335,7 +347,7 @@ def _tell(body: dict[str, Any]) -> None:
 def _outcome(out: Path) -> None:
     """Personal accuracy of every node."""
     try:
-        result = json.loads((out / "result.json").read_text())
+        result = json.loads((out / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise FedspanError(f"deploy: {out / 'result.json'} cannot be read ({type(e).__name__}).") from None
     measured = result["per_client"]

@@ -31,6 +31,7 @@ def doctor() -> None:
     from fedspan import __version__
     from fedspan.cli.data import found
     from fedspan.data.sources.catalog import KNOWN
+    from fedspan.simulation.workers import available_cores
 
     there = [n for n in ("digits", *KNOWN) if found(n, None).startswith("yes")]
     rows: list[tuple[str, Any]] = [
@@ -38,7 +39,7 @@ def doctor() -> None:
         ("python", f"{platform.python_version()} ({sys.platform}, {platform.machine()})"),
         ("torch", f"{torch.__version__}, {'CUDA' if torch.cuda.is_available() else 'no CUDA'}"),
         ("numpy", numpy.__version__),
-        ("cores", f"{cores()} for this process, {os.cpu_count()} in the machine"),
+        ("cores", f"{available_cores()} for this process, {os.cpu_count()} in the machine"),
         ("torch threads", f"{torch.get_num_threads()} (a run uses 1 per worker)"),
         ("memory", memory()),
         ("data", f"{', '.join(there)}; $FEDSPAN_DATA is {os.environ.get('FEDSPAN_DATA') or 'not set'}"),
@@ -53,11 +54,6 @@ def doctor() -> None:
         raise typer.Exit(1)
     say(f"Self-test: fedavg by vmap and by loop agree to {far:.1g}.")
     say(suggestion())
-
-
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory() -> str:

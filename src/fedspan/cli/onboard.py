@@ -121,7 +121,7 @@ def _how(new: Onboarded) -> str:
 def _others(run: Path) -> str:
     """How the run's own clients do, for comparison, if the run says so."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        mean = json.loads((run / "result.json").read_text())["accuracy"]["mean"]
+        mean = json.loads((run / "result.json").read_text(encoding="utf-8"))["accuracy"]["mean"]
         return f" The run's own clients reach {100 * float(mean):.2f} % on average."
     return ""
 

@@ -122,7 +122,7 @@ class _Shown:
                 before = ""
                 try:
                     execute(job.config, place, quiet=not self.bars, label=label)
-                    result = json.loads((place / "result.json").read_text())
+                    result = json.loads((place / "result.json").read_text(encoding="utf-8"))
                 except Divergence as e:
                     place.mkdir(parents=True, exist_ok=True)
                     write_atomic(marker, json.dumps({"why": str(e)}) + "\n")

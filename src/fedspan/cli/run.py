@@ -36,7 +36,7 @@ def run(
         note(f"{where} is finished already. --fresh starts over; more rounds (rounds=N) continue it.")
     else:
         execute(config, where, fresh=fresh, quiet=quiet)
-    say(outcome(json.loads((where / "result.json").read_text())))
+    say(outcome(json.loads((where / "result.json").read_text(encoding="utf-8"))))
     say(f"Results: {where}")
 
 

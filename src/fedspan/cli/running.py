@@ -29,7 +29,7 @@ def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
     from fedspan.config import load_config
 
     with suppress(OSError, ValueError, KeyError, TypeError):  # FedspanError is a ValueError: then it has to be run
-        result: dict[str, Any] = json.loads((directory / "result.json").read_text())
+        result: dict[str, Any] = json.loads((directory / "result.json").read_text(encoding="utf-8"))
         same = load_config(directory / "config.toml").identity() == config.identity()
         return result if same and result["rounds"] >= config.rounds else None
     return None

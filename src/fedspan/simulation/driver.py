@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -105,7 +107,7 @@ class RoundDriver:
                 if on_round is not None:
                     on_round(line)
                 if interrupted:
-                    raise KeyboardInterrupt
+                    _interrupt()
             if self._last is None:  # a run of no rounds, or one that was finished before
                 self.transport.ready()
                 self._last = self._evaluate(self.record.progress.round, Ledger())
@@ -286,6 +288,13 @@ class RoundDriver:
         if self.out is not None:
             result.write(Path(self.out))
         return result
+
+
+def _interrupt() -> None:
+    """Stop as Ctrl-C does; a handler of the caller's hears of it, and may ignore those that follow."""
+    if callable(signal.getsignal(signal.SIGINT)) and threading.current_thread() is threading.main_thread():
+        signal.raise_signal(signal.SIGINT)
+    raise KeyboardInterrupt
 
 
 # ---------------------------------------------------------------------------------------------------- steps of a round

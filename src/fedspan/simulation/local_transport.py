@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,9 +21,11 @@ from fedspan.simulation.engine import Engine, chunk_size
 from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped
 from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum
-from fedspan.simulation.workers import Executor, Job, Meta, executor_of
+from fedspan.simulation.workers import Executor, Job, Meta, available_cores, can_fork, executor_of
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
+
+ONE_PROCESS = "Simulator: workers are forked on Linux only; train.workers is taken as 1 here, with the same numbers."
 
 
 class LocalTransport:
@@ -60,11 +61,15 @@ class LocalTransport:
     def executor(self) -> Executor:
         """Runs chunks; made when first needed."""
         if self._executor is None:
-            workers = self.settings.workers or len(os.sched_getaffinity(0))
+            workers = self.settings.workers or available_cores()
+            if not can_fork():
+                if (self.settings.workers or 1) > 1 and ONE_PROCESS not in self.record.messages:
+                    self.record.messages.append(ONE_PROCESS)
+                workers = 1
             if workers > 1 and self.engine.mapping == "vmap":
                 # torch.func.grad imports this when first called, which takes seconds: once here, not in every worker.
                 importlib.import_module("torch._dynamo")
-            self._executor = executor_of(self._handle, workers)
+            self._executor = executor_of(self._handle, workers, self.record.messages.append)
         return self._executor
 
     def advice(self) -> str:

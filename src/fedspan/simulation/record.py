@@ -124,7 +124,7 @@ class Record:
             norm = engine.able.observed.size(self.server)
             self.progress = Progress(start_norm=norm, last_norm=norm)
             if out is not None and not read_only:
-                (out / "metrics.jsonl").write_text("")
+                (out / "metrics.jsonl").write_text("", encoding="utf-8")
                 (out / "result.json").unlink(missing_ok=True)
         else:
             for c, rows in zip(self.stores, loaded.rows):
@@ -144,7 +144,7 @@ class Record:
         """Append metrics; write a checkpoint every `checkpoint_every` rounds, `checkpoint_seconds` apart at least."""
         if self.directory is None or self.out is None or self.read_only:
             return
-        with open(self.out / "metrics.jsonl", "a") as f:
+        with open(self.out / "metrics.jsonl", "a", encoding="utf-8", newline="\n") as f:
             f.writelines(json.dumps(line, allow_nan=False) + "\n" for line in self.lines[self._written :])
             self._written = len(self.lines)
             early = time.monotonic() - self._saved_at < self.settings.checkpoint_seconds

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -193,20 +194,26 @@ def _try(task: Task, data: FederatedData) -> None:
 
 @contextmanager
 def _finish_first() -> Iterator[list[bool]]:
-    """Let Ctrl-C wait for the end of the block; a second one does not wait. Outside the main thread nothing changes."""
-    pressed: list[bool] = []
+    """Let Ctrl-C wait for the end of the block; a second one does not wait, and is the handler's that was there before.
 
-    def note(number: int, frame: object) -> None:
+    Outside the main thread, and where Ctrl-C is ignored, nothing changes.
+    """
+    pressed: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield pressed
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
         if pressed:
-            raise KeyboardInterrupt
+            before(number, frame)
+            return
         pressed.append(True)
         print("Stopping after this round; press Ctrl-C again to stop at once.", file=sys.stderr, flush=True)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed
-        return
-    before = signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, note)
     try:
         yield pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is note:  # the handler before may have put another one in its place
+            signal.signal(signal.SIGINT, before)

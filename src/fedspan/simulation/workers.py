@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -40,8 +41,16 @@ class Job:
     shared: str = ""
 
 
+MOST_DEATHS = 3
+"""Workers that one job may end before it is given up."""
+
+
 class WorkerError(RuntimeError):
     """A worker failed; carries its traceback."""
+
+
+class WorkerDied(FedspanError):
+    """Workers end on one job, again and again."""
 
 
 class Executor(Protocol):
@@ -80,146 +89,241 @@ class InProcess:
         """Nothing is held."""
 
 
-def executor_of(handler: ChunkHandler, workers: int) -> Executor:
-    """Worker processes, or this one where one is enough; forking a process that uses torch is safe on Linux only."""
-    return Pool(handler, workers) if workers > 1 and sys.platform == "linux" else InProcess(handler)
+def available_cores() -> int:
+    """Cores this process may use; all of the machine where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def can_fork() -> bool:
+    """Whether workers can be forks of this process: forking one that uses torch is safe on Linux only."""
+    return sys.platform == "linux" and hasattr(os, "fork")
+
+
+def executor_of(handler: ChunkHandler, workers: int, told: Callable[[str], None] | None = None) -> Executor:
+    """Worker processes, or this one where one is enough or none can be forked."""
+    return Pool(handler, workers, told) if workers > 1 and can_fork() else InProcess(handler)
+
+
+@dataclass
+class WorkerProcess:
+    """A process that answers jobs on a socket, as its parent sees it."""
+
+    sock: socket.socket
+    pid: int
+    has: set[str] = field(default_factory=set)  # names of the broadcasts it holds
+    job: int | None = None  # the job it works on
+    ended: bool = False
+
+    def end(self) -> None:
+        """End it, whatever it does, and wait for it."""
+        if self.ended:
+            return
+        self.ended = True
+        self.sock.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
 
 
 class Pool(InProcess):
-    """Runs jobs on `workers` processes; a single job is not worth the way to one."""
+    """Runs jobs on `workers` processes; a single job is not worth the way to one.
 
-    def __init__(self, handler: ChunkHandler, workers: int) -> None:
+    A worker that dies (killed, out of memory) is replaced and its job repeated: a job is a function of what it is
+    given, so the result has the same bits.
+
+    Args:
+        told: hears a sentence for every worker that was replaced.
+    """
+
+    def __init__(self, handler: ChunkHandler, workers: int, told: Callable[[str], None] | None = None) -> None:
         super().__init__(handler)
-        self.workers = workers
+        self.workers, self.told = workers, told
         self._packed: dict[str, bytes] = {}
-        self._socks: list[socket.socket] = []
-        self._pids: list[int] = []
-        self._has: list[set[str]] = []
+        self._processes: list[WorkerProcess] = []
 
     def share(self, name: str, data: Tree) -> None:
         """Make a tree available to the jobs that name it; it replaces what had that name."""
         super().share(name, data)
         self._packed.pop(name, None)
-        for has in self._has:
-            has.discard(name)
+        for process in self._processes:
+            process.has.discard(name)
 
     def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
-        """Results of all jobs, in order, as soon as each and all before it are done."""
+        """Results of all jobs, in order, as soon as each and all before it are done.
+
+        Raises:
+            WorkerDied: if a job has ended several workers, one after another.
+        """
         if len(jobs) <= 1:
             yield from super().run(jobs)
             return
-        if not self._socks:
-            self._start()
+        while len(self._processes) < self.workers:
+            self._processes.append(self._start())
         done: dict[int, tuple[Meta, Tree]] = {}
-        at: dict[int, int] = {}  # worker → job
-        waiting = iter(range(len(jobs)))
+        waiting = deque(range(len(jobs)))
+        deaths: Counter[int] = Counter()
         try:
             with selectors.DefaultSelector() as ready:
-                for w, s in enumerate(self._socks):
-                    ready.register(s, selectors.EVENT_READ, w)
-                    self._give(w, jobs, waiting, at)
+                for w in range(self.workers):
+                    self._register(ready, w)
+                    self._give(ready, w, jobs, waiting, deaths)
                 for k in range(len(jobs)):
                     while k not in done:
                         for entry, _ in ready.select():
-                            w = entry.data
-                            done[at[w]] = self._answer(w)
-                            del at[w]
-                            self._give(w, jobs, waiting, at)
+                            self._take(ready, entry.data, jobs, waiting, deaths, done)
                     yield done.pop(k)
         finally:
-            if at:  # an error, or nobody wants the rest: answers still under way must not be taken for later ones
+            if any(p.job is not None for p in self._processes):
+                # An error, or nobody wants the rest: answers still under way must not be taken for later ones.
                 self.close()
 
     def close(self) -> None:
         """Stop the workers and wait for them."""
-        for s in self._socks:
-            s.close()
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        self._socks, self._pids, self._has = [], [], []
+        for process in self._processes:
+            process.end()
+        self._processes = []
 
     # ------------------------------------------------------------------------------------------- parent side
 
-    def _start(self) -> None:
-        for _ in range(self.workers):
-            ours, theirs = socket.socketpair()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            parent = os.getpid()
+    def _start(self) -> WorkerProcess:
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        with _interrupts_held():  # until the child ignores them: it must not run the parent's handler
             pid = os.fork()
             if pid == 0:
-                code = 1
-                try:
-                    for s in [ours, *self._socks]:
-                        s.close()
-                    self._serve(theirs, parent)
-                    code = 0
-                finally:
-                    os._exit(code)
-            theirs.close()
-            self._socks.append(ours)
-            self._pids.append(pid)
-            self._has.append(set())
-
-    def _give(self, worker: int, jobs: list[Job], waiting: Iterator[int], at: dict[int, int]) -> None:
-        k = next(waiting, None)
-        if k is None:
-            return
-        job = jobs[k]
-        at[worker] = k
-        try:
-            if job.shared and job.shared not in self._has[worker]:
-                if job.shared not in self._packed:
-                    self._packed[job.shared] = pack(self._shared[job.shared])
-                framing.send(self._socks[worker], {"share": job.shared}, self._packed[job.shared])
-                self._has[worker].add(job.shared)
-            framing.send(self._socks[worker], {"meta": job.meta, "shared": job.shared}, pack(job.data))
-        except OSError:
-            raise self._dead(worker) from None
-
-    def _answer(self, worker: int) -> tuple[Meta, Tree]:
-        try:
-            head, data = framing.receive(self._socks[worker])
-        except OSError:
-            raise self._dead(worker) from None
-        if "error" in head:
-            known: list[type[Exception]] = [FedspanError, *FedspanError.__subclasses__()]
-            raise next((c for c in known if c.__name__ == head["kind"]), WorkerError)(head["error"])
-        return head["meta"], unpack(data)
-
-    def _dead(self, worker: int) -> WorkerError:
-        return WorkerError(
-            f"Simulator: worker {worker} (process {self._pids[worker]}) ended unexpectedly, most likely for lack of"
-            " memory. Use a smaller train.chunk, or train.workers=1; the run can be resumed."
-        )
-
-    # ------------------------------------------------------------------------------------------- worker side
-
-    def _serve(self, sock: socket.socket, parent: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        die_with_parent(parent)
-        keep_freed_memory()
-        torch.set_num_threads(1)
-        shared: dict[str, Tree] = {}
-        while True:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+        if pid == 0:
+            code = 1
             try:
-                head, data = framing.receive(sock)
-            except OSError:
+                for s in [ours, *(p.sock for p in self._processes)]:
+                    s.close()
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                die_with_parent(parent)
+                serve(theirs, self.handler)
+                code = 0
+            finally:
+                os._exit(code)
+        theirs.close()
+        return WorkerProcess(ours, pid)
+
+    def _register(self, ready: selectors.BaseSelector, worker: int) -> None:
+        ready.register(self._processes[worker].sock, selectors.EVENT_READ, worker)
+
+    def _give(
+        self, ready: selectors.BaseSelector, worker: int, jobs: list[Job], waiting: deque[int], deaths: Counter[int]
+    ) -> None:
+        """Send the next job to a worker; one that is found dead is replaced, and its replacement gets the job."""
+        while waiting:
+            k = waiting.popleft()
+            try:
+                self._send(self._processes[worker], k, jobs[k])
                 return
-            try:
-                if "share" in head:  # asked for by the job that comes next
-                    shared[head["share"]] = unpack(data)
-                    continue
-                meta, tree = self.handler(head["meta"], unpack(data), shared.get(head["shared"], EMPTY))
-                framing.send(sock, {"meta": meta}, pack(tree))
-            except FedspanError as e:
-                framing.send(sock, {"error": str(e), "kind": type(e).__name__})
-            except BaseException:
-                framing.send(sock, {"error": traceback.format_exc(), "kind": ""})
+            except OSError:
+                self._replace(ready, worker, waiting, deaths)
+
+    def _send(self, process: WorkerProcess, k: int, job: Job) -> None:
+        process.job = k
+        if job.shared and job.shared not in process.has:
+            if job.shared not in self._packed:
+                self._packed[job.shared] = pack(self._shared[job.shared])
+            framing.send(process.sock, {"share": job.shared}, self._packed[job.shared])
+            process.has.add(job.shared)
+        framing.send(process.sock, {"meta": job.meta, "shared": job.shared}, pack(job.data))
+
+    def _take(
+        self,
+        ready: selectors.BaseSelector,
+        worker: int,
+        jobs: list[Job],
+        waiting: deque[int],
+        deaths: Counter[int],
+        done: dict[int, tuple[Meta, Tree]],
+    ) -> None:
+        """Receive what a worker has to say, an answer or its end, and give it something to do."""
+        process = self._processes[worker]
+        try:
+            head, data = framing.receive(process.sock)
+        except OSError:
+            self._replace(ready, worker, waiting, deaths)
+        else:
+            k, process.job = process.job, None
+            assert k is not None
+            done[k] = _result(head, data)
+        self._give(ready, worker, jobs, waiting, deaths)
+
+    def _replace(self, ready: selectors.BaseSelector, worker: int, waiting: deque[int], deaths: Counter[int]) -> None:
+        """Start a worker in the place of a dead one; the dead one's job comes next."""
+        dead = self._processes[worker]
+        ready.unregister(dead.sock)
+        dead.end()
+        k, dead.job = dead.job, None
+        if k is not None:
+            waiting.appendleft(k)
+            deaths[k] += 1
+            if deaths[k] >= MOST_DEATHS:
+                raise WorkerDied(
+                    f"Simulator: {MOST_DEATHS} workers ended unexpectedly on the same chunk, the last one process"
+                    f" {dead.pid}, most likely for lack of memory. Use a smaller train.chunk, or train.workers=1; the"
+                    " run can be resumed."
+                )
+        self._processes[worker] = self._start()
+        self._register(ready, worker)
+        if self.told is not None:
+            self.told(
+                f"Simulator: worker {worker} (process {dead.pid}) ended unexpectedly and was replaced; its chunk was"
+                " repeated and gives the same numbers."
+            )
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _result(head: Meta, data: bytearray) -> tuple[Meta, Tree]:
+    """What a worker answered.
+
+    Raises:
+        FedspanError: the worker's own, of the same class and sentence.
+        WorkerError: any other error, with its traceback.
+    """
+    if "error" in head:
+        known: list[type[Exception]] = [FedspanError, *FedspanError.__subclasses__()]
+        raise next((c for c in known if c.__name__ == head["kind"]), WorkerError)(head["error"])
+    return head["meta"], unpack(data)
+
+
+# ------------------------------------------------------------------------------------------- worker side
+
+
+def serve(sock: socket.socket, handler: ChunkHandler) -> None:
+    """Answer the jobs that come on a socket until it is closed."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    shared: dict[str, Tree] = {}
+    while True:
+        try:
+            head, data = framing.receive(sock)
+        except OSError:
+            return
+        try:
+            if "share" in head:  # asked for by the job that comes next
+                shared[head["share"]] = unpack(data)
+                continue
+            meta, tree = handler(head["meta"], unpack(data), shared.get(head["shared"], EMPTY))
+            framing.send(sock, {"meta": meta}, pack(tree))
+        except FedspanError as e:
+            framing.send(sock, {"error": str(e), "kind": type(e).__name__})
+        except BaseException:
+            framing.send(sock, {"error": traceback.format_exc(), "kind": ""})
 
 
 def die_with_parent(parent: int) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import sys
 import weakref
 from pathlib import Path
 
 from fedspan.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where the same is done by msvcrt
+    fcntl = None  # type: ignore[assignment]
+
+FAR = 1 << 30
+"""A byte beyond the text of a lock file: Windows lets nobody read what another process has locked."""
 
 _open_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
@@ -16,10 +24,11 @@ class Lock:
     """One process per run directory; the kernel releases it when the process dies."""
 
     def __init__(self, directory: Path) -> None:
-        self.fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path = directory / "lock"
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            _take(self.fd)
+        except OSError:
             pid = os.read(self.fd, 20).decode(errors="replace").strip() or "unknown"
             self.close()
             raise CheckpointError(
@@ -27,7 +36,8 @@ class Lock:
                 "Wait for it, stop it, or choose another directory."
             ) from None
         os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        os.lseek(self.fd, 0, os.SEEK_SET)
+        os.write(self.fd, f"{os.getpid()}\n".encode())
         _open_locks.add(self)
 
     def close(self) -> None:
@@ -36,10 +46,29 @@ class Lock:
         self.fd = -1
 
 
+def _take(fd: int) -> None:
+    """Lock an open file for this process alone.
+
+    Raises:
+        OSError: if another one has it.
+    """
+    if fcntl is not None:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    elif sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(fd, FAR, os.SEEK_SET)
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        finally:
+            os.lseek(fd, 0, os.SEEK_SET)
+
+
 def _leave_locks_to_parent() -> None:
     for lock in list(_open_locks):
         lock.close()
 
 
 # Otherwise a forked worker that outlives its killed parent would keep the directory locked.
-os.register_at_fork(after_in_child=_leave_locks_to_parent)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks_to_parent)

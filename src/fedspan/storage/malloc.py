@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 
 def keep_freed_memory() -> None:
     """Keep freed memory in the process: giving gradients back and faulting them in again costs more than a step."""
+    if os.name == "nt":  # there is no C library to ask by no name
+        return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc; elsewhere the allocator's own habits stay
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD

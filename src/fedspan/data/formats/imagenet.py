@@ -70,7 +70,7 @@ def _lines(path: Path) -> list[str]:
     if path.stat().st_size > _LONGEST_LIST:
         raise too_big(path.name, path.stat().st_size, _LONGEST_LIST)
     try:
-        return [line for line in path.read_text().splitlines() if line.strip()]
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise DataError(f"{path.name}: must be text. Got: {short(error)}.") from None
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ QUICK = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
 """Flower looks for tasks every second otherwise."""
 
 PIDS = "pids.json"
+PROC = Path("/proc")
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
@@ -53,7 +55,7 @@ def start(folder: Path, name: str, command: Sequence[str], env: dict[str, str]) 
 def running(folder: Path) -> list[dict[str, Any]]:
     """Our processes of a folder that still run."""
     try:
-        entries: list[dict[str, Any]] = json.loads((folder / PIDS).read_text())
+        entries: list[dict[str, Any]] = json.loads((folder / PIDS).read_text(encoding="utf-8"))
         return [e for e in entries if e["born"] is not None and _born(e["pid"]) == e["born"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
@@ -103,17 +105,47 @@ def _write(folder: Path, entries: list[dict[str, Any]]) -> None:
     write_atomic(folder / PIDS, json.dumps(entries))
 
 
-def _stat(pid: int) -> list[str] | None:
+@dataclass(frozen=True)
+class _Process:
+    """What the system says of a process."""
+
+    pid: int
+    parent: int
+    born: str  # by the kernel's clock, or by the time of day where only ps tells
+    zombie: bool
+
+
+def _look_up(pid: int) -> _Process | None:
+    if not PROC.is_dir():
+        return next(iter(_ps("-p", str(pid))), None)
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
+    return _Process(pid, int(fields[1]), fields[19], fields[0] == "Z")
+
+
+def _all() -> list[_Process]:
+    if not PROC.is_dir():
+        return _ps("-A")
+    numbers = [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
+    return [found for n in numbers if (found := _look_up(n)) is not None]
+
+
+def _ps(*which: str) -> list[_Process]:
+    """Processes as `ps` lists them, on systems without /proc such as macOS."""
+    command = ["ps", *which, "-o", "pid=,ppid=,stat=,lstart="]
+    listed = subprocess.run(
+        command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, encoding="utf-8", errors="replace"
+    )
+    rows = [line.split(None, 3) for line in listed.stdout.splitlines()]
+    return [_Process(int(pid), int(parent), born, state.startswith("Z")) for pid, parent, state, born in rows]
 
 
 def _born(pid: int) -> str | None:
-    """When a process started, by the kernel's clock; None if it has ended. Numbers are used again, births are not."""
-    fields = _stat(pid)
-    return None if fields is None or fields[0] == "Z" else fields[19]
+    """When a process started; None if it has ended. Numbers are used again, births are not."""
+    found = _look_up(pid)
+    return None if found is None or found.zombie else found.born
 
 
 def _alive(pid: int, born: str | None) -> bool:
@@ -128,10 +160,8 @@ def _signal(pid: int, born: str | None, number: int) -> None:
 
 def _descendants(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        fields = _stat(int(entry.name)) if entry.name.isdigit() else None
-        if fields is not None:
-            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    for process in _all():
+        parents.setdefault(process.parent, []).append(process.pid)
     found: list[int] = []
     todo = [pid]
     while todo:
