@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import CheckpointError
+from fedspan.storage.atomic import fsync_directory
 from fedspan.tree import Outer, Tree
 
 Block: TypeAlias = NDArray[np.uint8]
@@ -43,14 +44,6 @@ _DTYPES = {
 def fault(point: str, name: str) -> None:
     if os.environ.get("FEDSPAN_FAULT") in (point, f"{point}@{name}"):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
