@@ -26,6 +26,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.errors import CheckpointError
 from fedspan.storage.atomic import fsync_directory
+from fedspan.storage.format_number import FORMAT
 from fedspan.tree import Outer, Tree
 
 Block: TypeAlias = NDArray[np.uint8]
@@ -33,7 +34,7 @@ Block: TypeAlias = NDArray[np.uint8]
 Places: TypeAlias = NDArray[np.int64]
 
 BLOCK_BYTES = 8 << 20  # rows are copied in pieces of this size, so that memory stays flat
-SCHEMA = 2  # of manifests and of what the checkpoints of a run hold
+SCHEMA = FORMAT  # of manifests and of what the checkpoints of a run hold
 _MAX_HEADER = 16 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
