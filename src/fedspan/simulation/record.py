@@ -23,7 +23,7 @@ from fedspan.simulation import identity
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.environment import Span, credit, differences_on_resume, versions
 from fedspan.simulation.settings import Settings
-from fedspan.storage.atomic import writing
+from fedspan.storage.atomic import fsync_directory, writing
 from fedspan.storage.checkpoint import Loaded, RunDirectory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.format_number import FORMAT, check_format
@@ -131,6 +131,7 @@ class Record:
                 with writing(out / "metrics.jsonl"):
                     (out / "metrics.jsonl").write_text("")
                     (out / "result.json").unlink(missing_ok=True)
+                    fsync_directory(out)
         else:
             for c, rows in zip(self.stores, loaded.rows):
                 self.stores[c].restore(rows)

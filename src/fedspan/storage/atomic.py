@@ -19,6 +19,14 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, durably: what is synced inside is lost if its own name is."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        fsync_directory(made.parent)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the system says of a failed write (disk full, I/O error, no permission) into one sentence.

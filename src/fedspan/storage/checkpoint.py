@@ -28,7 +28,7 @@ import fedspan
 from fedspan import tree
 from fedspan.errors import CheckpointError, Divergence
 from fedspan.storage import tree_file
-from fedspan.storage.atomic import fsync_directory
+from fedspan.storage.atomic import fsync_directory, make_directory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.lock import Lock
 from fedspan.storage.tree_file import Segment, TooNew, TooOld, load_tree, read_manifest, render, text
@@ -81,7 +81,7 @@ class RunDirectory:
         if read_only:
             return
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_directory(path)
             self._lock = Lock(path)
             for stale in [*path.glob("scratch-*.tmp"), *path.glob("*-*.safetensors.tmp"), *path.glob("manifest-*.tmp")]:
                 stale.unlink()

@@ -26,8 +26,12 @@ class Lock:
                 f"Run directory {directory} is in use by process {pid}. "
                 "Wait for it, stop it, or choose another directory."
             ) from None
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:  # a full or faulty disk: otherwise this process would lock itself out
+            self.close()
+            raise
         _open_locks.add(self)
 
     def close(self) -> None:
