@@ -24,6 +24,10 @@ class CheckpointError(FedspanError):
     """No checkpoint of a run directory can be used, or it belongs to another experiment."""
 
 
+class WriteError(FedspanError):
+    """A file could not be written: the disk is full or faulty, or the place is closed to us."""
+
+
 class Divergence(FedspanError):
     """Training left the numbers a computer can hold, or is about to."""
 

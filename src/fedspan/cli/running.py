@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fedspan.cli.console import note, out, say, show
 from fedspan.errors import ConfigError, Divergence, FedspanError
 from fedspan.storage.atomic import write_atomic
+from fedspan.storage.format_number import check_format
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
@@ -30,6 +31,7 @@ def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
 
     with suppress(OSError, ValueError, KeyError, TypeError):  # FedspanError is a ValueError: then it has to be run
         result: dict[str, Any] = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+        check_format(result, str(directory / "result.json"))
         same = load_config(directory / "config.toml").identity() == config.identity()
         return result if same and result["rounds"] >= config.rounds else None
     return None

@@ -78,11 +78,7 @@ def configuration(groups: Sequence[Group]) -> str:
         f"<details><summary>Full configuration of <strong>{escape(groups[0].label)}</strong>,"
         f" seed {first.seed}</summary><pre>{escape(toml(full))}</pre></details>\n"
     )
-    versions = first.result.get("versions")
-    if isinstance(versions, dict):
-        said = ", ".join(f"{clean(str(k))} {clean(without_paths(str(v)))}" for k, v in versions.items())
-        mapping = first.result.get("mapping")
-        out += f"<p>Versions: {escape(said)}{escape(f'; mapping {clean(str(mapping))}') if mapping else ''}.</p>\n"
+    out += _versions(first.result)
     if isinstance(first.config.get("data"), dict):
         out += "<p>To repeat, save the configuration above as <code>config.toml</code> and run</p>\n"
         out += f'<pre class="command">{escape(_command(groups))}</pre>\n'
@@ -92,6 +88,30 @@ def configuration(groups: Sequence[Group]) -> str:
     else:
         out += "<p>This run was started from Python; the configuration above is what its method was given.</p>\n"
     return out
+
+
+def _versions(result: Mapping[str, Any]) -> str:
+    """What the numbers were computed with; a list over the spans of rounds where that changed on the way."""
+    mapping = result.get("mapping")
+    end = f"; mapping {clean(str(mapping))}" if mapping else ""
+    spans = result.get("spans")
+    known = [s for s in spans if isinstance(s, dict)] if isinstance(spans, list) else []
+    if len(known) > 1:
+        items = "".join(
+            f"<li>rounds {escape(clean(str(s.get('first'))))} to {escape(clean(str(s.get('last'))))}:"
+            f" {escape(_pairs(s.get('versions')))}</li>"
+            for s in known
+        )
+        return f"<p>Versions, by the rounds they computed{escape(end)}:</p>\n<ul>{items}</ul>\n"
+    said = _pairs(result.get("versions"))
+    return f"<p>Versions: {escape(said + end)}.</p>\n" if said else ""
+
+
+def _pairs(versions: Any) -> str:
+    """`name value` for every version, in one order, so that spans can be compared by eye."""
+    known = {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
+    order = sorted(known, key=lambda k: (k != "fedspan", k))
+    return ", ".join(f"{clean(k)} {clean(without_paths(known[k]))}" for k in order)
 
 
 def _command(groups: Sequence[Group]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedspan.errors import FedspanError
 from fedspan.report.text import clean, flatten, shown
+from fedspan.storage.format_number import check_format
 
 _NEEDED: dict[str, type] = {
     "method": str,
@@ -95,6 +96,7 @@ def load_run(path: str | Path) -> Run:
             raise FedspanError(
                 f"Report: line {k} of {metrics} must be an object with 'round' and 'bytes'; run it again."
             )
+        check_format(line, f"Report: line {k} of {metrics}")
         lines.append(line)
     return Run(path, result, lines)
 
@@ -250,4 +252,5 @@ def _checked(result: Any, where: str) -> dict[str, Any]:
     wrong = [k for k, kind in _NEEDED.items() if not isinstance(result.get(k), kind) or isinstance(result.get(k), bool)]
     if wrong:
         raise FedspanError(f"Report: {where} is not the result of a run; missing or damaged: {', '.join(wrong)}.")
+    check_format(result, f"Report: {where}")
     return result

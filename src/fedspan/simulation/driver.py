@@ -30,8 +30,9 @@ from fedspan.methods import name_of
 from fedspan.randomness import generator
 from fedspan.simulation import evaluation
 from fedspan.simulation.engine import Engine
+from fedspan.simulation.environment import versions
 from fedspan.simulation.record import Progress, Record
-from fedspan.simulation.result import Result, versions
+from fedspan.simulation.result import Result
 from fedspan.simulation.settings import sample
 from fedspan.simulation.transport import Collected, Sums, Transport
 from fedspan.tree import Tree
@@ -283,6 +284,7 @@ class RoundDriver:
             curve=lines,
             digest=self.record.digest(),
             messages=self.messages,
+            spans=p.spans,
             **self._about(),
         )
         if self.out is not None:

@@ -45,7 +45,7 @@ def of_run(
 
     Args:
         method: its name and keys, all of them.
-        values: seed, mapping, fingerprints of data and model.
+        values: seed, mapping, hashes of data and model.
     """
     sections = {k: v for k, v in of_config(config, settings).items() if k not in GIVEN}
     return dotted({"config": sections, "train": of_settings(settings), "method": method, **values})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -15,16 +14,19 @@ from typing import Any
 import torch
 
 from fedspan import tree
-from fedspan.data.federated import FederatedData
+from fedspan.data.digest import data_digest
 from fedspan.method import Capacity, Federation
 from fedspan.method.fields import flat
 from fedspan.method.promises import need_tensors
 from fedspan.methods import name_of
 from fedspan.simulation import identity
 from fedspan.simulation.engine import Engine
+from fedspan.simulation.environment import Span, credit, differences_on_resume, versions
 from fedspan.simulation.settings import Settings
+from fedspan.storage.atomic import fsync_directory, writing
 from fedspan.storage.checkpoint import Loaded, RunDirectory
 from fedspan.storage.client_store import ClientStore
+from fedspan.storage.format_number import FORMAT, check_format
 from fedspan.tree import Tree
 from fedspan.wire import Ledger
 
@@ -40,6 +42,7 @@ class Progress:
     start_norm: float = 0.0
     last_norm: float = 0.0
     notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
+    spans: list[Span] = field(default_factory=list)  # which rounds were computed with which versions
     deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
 
     @property
@@ -81,6 +84,7 @@ class Record:
         ]
         self.capacities: list[Capacity] = sorted({c for some in self.levels for c in some}, key=str)
         self.messages: list[str] = []
+        self._versions = versions()
         self.lines: list[dict[str, Any]] = []
         self.directory: RunDirectory | None = None
         loaded = None
@@ -91,7 +95,7 @@ class Record:
                 method={"name": name_of(engine.method), **flat(engine.method)},
                 seed=engine.seed,
                 mapping=engine.mapping,
-                data={"fingerprint": fingerprint(engine.data)},
+                data=data_digest(engine.data),
                 model={"fingerprint": engine.task.fingerprint()},
             )
             self.directory = RunDirectory(out / "checkpoints", decides, read_only=read_only)
@@ -124,8 +128,10 @@ class Record:
             norm = engine.able.observed.size(self.server)
             self.progress = Progress(start_norm=norm, last_norm=norm)
             if out is not None and not read_only:
-                (out / "metrics.jsonl").write_text("", encoding="utf-8")
-                (out / "result.json").unlink(missing_ok=True)
+                with writing(out / "metrics.jsonl"):
+                    (out / "metrics.jsonl").write_text("", encoding="utf-8")
+                    (out / "result.json").unlink(missing_ok=True)
+                    fsync_directory(out)
         else:
             for c, rows in zip(self.stores, loaded.rows):
                 self.stores[c].restore(rows)
@@ -134,6 +140,7 @@ class Record:
             e = {**loaded.extra, "bytes": Ledger.from_json(loaded.extra["bytes"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)
+            self._compare_versions()
 
     @property
     def resumed(self) -> bool:
@@ -141,23 +148,46 @@ class Record:
         return self.directory is not None and self.progress.round > 0
 
     def save(self, force: bool = False) -> None:
-        """Append metrics; write a checkpoint every `checkpoint_every` rounds, `checkpoint_seconds` apart at least."""
+        """Append metrics; write a checkpoint every `checkpoint_every` rounds, `checkpoint_seconds` apart at least.
+
+        Raises:
+            WriteError: if the metrics cannot be written.
+            CheckpointError: if the checkpoint cannot be; in both cases the one before remains.
+        """
+        self.progress.spans = credit(self.progress.spans, self.progress.round, self._versions)
         if self.directory is None or self.out is None or self.read_only:
             return
-        with open(self.out / "metrics.jsonl", "a", encoding="utf-8", newline="\n") as f:
-            f.writelines(json.dumps(line, allow_nan=False) + "\n" for line in self.lines[self._written :])
-            self._written = len(self.lines)
-            early = time.monotonic() - self._saved_at < self.settings.checkpoint_seconds
-            if not force and (early or self.progress.round % self.settings.checkpoint_every):
-                return
-            f.flush()
-            os.fsync(f.fileno())
-            length = f.tell()
+        early = time.monotonic() - self._saved_at < self.settings.checkpoint_seconds
+        due = force or not (early or self.progress.round % self.settings.checkpoint_every)
+        length = self._append_metrics(sync=due)
+        if not due:
+            return
         p = {**vars(self.progress), "bytes": self.progress.bytes.to_json()}
         done = p.pop("round")
         state = {"server": self.server, "common": self.common, **({"news": self.news} if self.news else {})}
         self.directory.save(done, state, list(self.stores.values()), p, length)
         self._saved_at = time.monotonic()
+
+    def _append_metrics(self, sync: bool) -> int:
+        """Write the lines that are new, and return the file's length in bytes."""
+        assert self.out is not None
+        path = self.out / "metrics.jsonl"
+        with writing(path), open(path, "a", encoding="utf-8", newline="\n") as f:
+            for line in self.lines[self._written :]:
+                f.write(json.dumps({"format": FORMAT, **line}, allow_nan=False) + "\n")
+            f.flush()
+            if sync:
+                os.fsync(f.fileno())
+            length = f.tell()
+        self._written = len(self.lines)
+        return length
+
+    def _compare_versions(self) -> None:
+        """Say it if the rounds to come are computed with other versions than the last ones."""
+        notes, warnings = differences_on_resume(self.progress.spans, self._versions)
+        if not self.read_only:
+            self.messages += notes
+            self.progress.notes += [w for w in warnings if w not in self.progress.notes]
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -211,26 +241,18 @@ class Record:
         lines = []
         for line in data[:length].decode(errors="replace").splitlines():
             try:
-                lines.append(json.loads(line))
+                found = json.loads(line)
             except json.JSONDecodeError:
                 break
+            if not isinstance(found, dict):
+                break
+            check_format(found, str(path))
+            lines.append({k: v for k, v in found.items() if k != "format"})
         if len(data) < length or len(lines) < self.progress.round:
             self.messages.append(
                 f"Metrics: {path} holds {len(lines)} of {self.progress.round} rounds; the curve is incomplete."
             )
         if not self.read_only and len(data) != length:
-            with open(path, "r+b" if path.exists() else "wb") as f:
+            with writing(path), open(path, "r+b" if path.exists() else "wb") as f:
                 f.truncate(min(length, len(data)))
         return lines
-
-
-def fingerprint(data: FederatedData) -> str:
-    """A short hash of who holds what: enough to tell other data from the same, cheap for large pools."""
-    h = hashlib.blake2b(digest_size=8)
-    stride = max(1, len(data.x) // 1000)
-    for t in (data.x[::stride], data.y, *([] if data.relabel is None else [data.relabel])):
-        h.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data if t.numel() else b"")
-    for part in (data.train, data.validation, data.test):
-        for rows in part:
-            h.update(len(rows).to_bytes(8, "little") + rows.tobytes())
-    return h.hexdigest()

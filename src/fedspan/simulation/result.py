@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import json
-import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import nn
 
-from fedspan import __version__
 from fedspan.errors import FedspanError
+from fedspan.simulation.environment import Span
 from fedspan.storage.atomic import write_atomic
+from fedspan.storage.format_number import FORMAT
 
 if TYPE_CHECKING:
     from fedspan.simulation.simulator import Simulation
-
-
-def versions() -> dict[str, str]:
-    """What the numbers depend on besides the configuration."""
-    return {
-        "fedspan": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "machine": platform.machine(),
-    }
 
 
 @dataclass
@@ -49,6 +36,7 @@ class Result:
     curve: list[dict[str, Any]]
     digest: str
     messages: list[str] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # which rounds were computed with which versions
     names: list[str] = field(default_factory=list)
     groups: list[int] | None = None
     labels: list[list[int]] | None = None  # training examples per client and class, as the client names the classes
@@ -65,7 +53,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """What `result.json` holds."""
         left_out = {"curve", "simulation"}
-        return {k: v for k, v in self.__dict__.items() if k not in left_out}
+        return {"format": FORMAT} | {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def write(self, directory: Path) -> None:
         """Write `result.json`, all or nothing."""

@@ -28,6 +28,7 @@ import fedspan
 from fedspan import tree
 from fedspan.errors import CheckpointError, Divergence
 from fedspan.storage import tree_file
+from fedspan.storage.atomic import fsync_directory, make_directory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.lock import Lock
 from fedspan.storage.tree_file import Segment, TooNew, TooOld, load_tree, read_manifest, render, text
@@ -80,7 +81,7 @@ class RunDirectory:
         if read_only:
             return
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_directory(path)
             self._lock = Lock(path)
             for stale in [*path.glob("scratch-*.tmp"), *path.glob("*-*.safetensors.tmp"), *path.glob("manifest-*.tmp")]:
                 stale.unlink()
@@ -205,7 +206,7 @@ class RunDirectory:
                     written.append(name)
                     entries[name] = tree_file.write(self.path / name, store.segment_chunks(ids))
                 new.append(Segment.open(self.path / name) if ids else None)
-            tree_file.fsync_directory(self.path)
+            fsync_directory(self.path)
             tree_file.fault("between-rename-and-manifest", f"manifest-{g}.json")
             lists = [[*([] if base else store.segments), last] for store, last in zip(stores, new)]
             body = {
@@ -221,7 +222,7 @@ class RunDirectory:
             written.append(f"manifest-{g}.json")
             tree_file.write(self.path / written[-1], [render(body)])
             tree_file.fault("before-dir-fsync", written[-1])
-            tree_file.fsync_directory(self.path)
+            fsync_directory(self.path)
         except BaseException as e:
             self._remove(reversed(written))
             what = f"Checkpoint: generation {g} of {self.path} was not written:"

@@ -35,9 +35,13 @@ class Lock:
                 f"Run directory {directory} is in use by process {pid}. "
                 "Wait for it, stop it, or choose another directory."
             ) from None
-        os.ftruncate(self.fd, 0)
-        os.lseek(self.fd, 0, os.SEEK_SET)
-        os.write(self.fd, f"{os.getpid()}\n".encode())
+        try:
+            os.ftruncate(self.fd, 0)
+            os.lseek(self.fd, 0, os.SEEK_SET)
+            os.write(self.fd, f"{os.getpid()}\n".encode())
+        except BaseException:  # a full or faulty disk: otherwise this process would lock itself out
+            self.close()
+            raise
         _open_locks.add(self)
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import CheckpointError
+from fedspan.storage.atomic import fsync_directory
+from fedspan.storage.format_number import FORMAT
 from fedspan.tree import Outer, Tree
 
 Block: TypeAlias = NDArray[np.uint8]
@@ -32,7 +34,7 @@ Block: TypeAlias = NDArray[np.uint8]
 Places: TypeAlias = NDArray[np.int64]
 
 BLOCK_BYTES = 8 << 20  # rows are copied in pieces of this size, so that memory stays flat
-SCHEMA = 2  # of manifests and of what the checkpoints of a run hold
+SCHEMA = FORMAT  # of manifests and of what the checkpoints of a run hold
 _MAX_HEADER = 16 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
@@ -43,17 +45,6 @@ _DTYPES = {
 def fault(point: str, name: str) -> None:
     if os.environ.get("FEDSPAN_FAULT") in (point, f"{point}@{name}"):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory outlast a power cut; Windows opens no directories and keeps names by itself."""
-    if os.name == "nt":
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:

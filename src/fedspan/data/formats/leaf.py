@@ -157,6 +157,8 @@ def _examples(who: str, data: Any, count: int, shape: Shape | None) -> tuple[Arr
         needed = "numbers" if width is None else f"{width} numbers"
         raise DataError(f"{who} must have {needed} for every example in x, as many for each. Got other values.")
     if shape is None:
+        if not np.abs(x).max(initial=0) <= np.finfo(np.float32).max:
+            raise DataError(f"{who} must have numbers up to 3.4e38 in x, what 32 bits hold. Got larger ones.")
         return x.astype(np.float32), y.astype(np.int64)
     if x.min() < 0 or x.max() > 1:
         raise DataError(f"{who} must have pixels in 0..1. Got {x.min():.4g}..{x.max():.4g}.")

@@ -123,9 +123,22 @@ def table_part(
     """Read a table: its picture column (or all numeric columns), labels, and client, domain and coarse columns.
 
     Raises:
-        DataError: if there is no label column, or a picture cannot be decoded or has another size than the others.
+        DataError: if there is no label column, a picture cannot be decoded or has another size than the others, or the
+            table is damaged.
     """
-    found = {what: _find(table, what, columns or {}) for what in COLUMNS}
+    try:
+        return _table_part(table, limit, shape, columns or {})
+    except DataError:
+        raise
+    except Exception as error:  # pyarrow raises many kinds on damaged pages, and numpy on what comes out of them
+        raise DataError(
+            f"{table.where}: the table must be readable to its end. Got: {short(error)}; the file is damaged, fetch it"
+            " again."
+        ) from None
+
+
+def _table_part(table: Table, limit: int, shape: Shape | None, columns: Mapping[str, str]) -> FilePart:
+    found = {what: _find(table, what, columns) for what in COLUMNS}
     label, image = found["label"], found["image"]
     if label is None:
         raise DataError(
