@@ -24,6 +24,9 @@ from fedspan.wire import Direction, Ledger
 
 _TYPES = {"hello": "query", "train": "train", "evaluate": "evaluate"}
 
+REPORTS = "its node reports:"
+"""What a node's own error begins with, among the reasons why there is no answer."""
+
 Request: TypeAlias = tuple[Facts, Tree]
 """What a client is told and sent."""
 
@@ -172,7 +175,7 @@ class Exchange:
         if not replies:
             return None
         if replies[0].has_error():
-            return f"its node reports: {str(replies[0].error.reason)[:300]}"
+            return f"{REPORTS} {str(replies[0].error.reason)[:300]}"
         return replies[0]
 
     def _opened(self, i: int, reply: Message) -> tuple[Facts, bytes]:

@@ -23,7 +23,7 @@ from fedspan.deploy.experiment import DataKind, Experiment
 from fedspan.deploy.node.node import describe_coded
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
-from fedspan.deploy.server.exchange import Check, Exchange, Request, Roster
+from fedspan.deploy.server.exchange import REPORTS, Check, Exchange, Request, Roster
 from fedspan.errors import ConfigError, Refused
 from fedspan.method import Sent
 from fedspan.randomness import generator
@@ -71,6 +71,7 @@ class GridTransport:
         known.setdefault("nodes", {str(i): {"heard": 0, "answered": 0, "refused": 0} for i in range(self.clients)})
         self._declared: dict[str, Declared] = {}
         self.refusals: list[dict[str, Any]] = []
+        self._reported: dict[int, str] = {}
 
     @property
     def sizes(self) -> Index:
@@ -227,6 +228,10 @@ class GridTransport:
         """Ask, and collect until enough answers are good or the deadline has come."""
         exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log)
         exchange.run(enough, self.policy.deadline, self.policy.poll)
+        for i, why in exchange.missing.items():
+            if why.startswith(REPORTS) and self._reported.get(i) != why:  # said once, not in every round
+                self._reported[i] = why
+                self.log(f"Round {t}: client {self.roster.names[i]}: {why}")
         return exchange
 
     # ------------------------------------------------------------------------------------------------ who is there
