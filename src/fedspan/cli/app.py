@@ -38,6 +38,9 @@ FAULT, STOPPED = 2, 130
 NAMES_NO_CODE = {"matching", "keys", "server", "status", "stop", "proxy", "predict", "export"}
 """Commands of `analyse` and `deploy` that assemble nothing, or on a node, where its own settings decide."""
 
+SERVES_OTHERS = {"node"}
+"""Commands that work on somebody else's text: what the user's settings allow to own experiments does not go there."""
+
 
 class CommandGroup(TyperGroup):
     """Turns the errors a person can mend into one line and an exit code."""
@@ -73,7 +76,7 @@ for command in (with_code(export), with_code(onboard), with_code(capacity), theo
 app.command("bytes")(with_code(bytes_))
 for entry in [*analyse.registered_commands, *deploy.registered_commands]:
     if entry.callback is not None and entry.callback.__name__ not in NAMES_NO_CODE:
-        entry.callback = with_code(entry.callback)
+        entry.callback = with_code(entry.callback, settings=entry.callback.__name__ not in SERVES_OTHERS)
 app.add_typer(analyse, name="analyse")
 app.add_typer(deploy, name="deploy")
 app.add_typer(new, name="new")
