@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from flower_grid import LocalGrid
 
+from conftest import failing
 from fedspan import ConfigError, FedspanError
 from fedspan.deploy.envelope import Facts
 from fedspan.deploy.experiment import DataKind, read_experiment
@@ -127,6 +128,18 @@ def test_loaders_are_the_owners_too(tmp_path: Path) -> None:
     (tmp_path / "node.json").write_text(json.dumps({"loader": "own_data:read"}))
     with pytest.raises(ConfigError, match="own_data cannot be imported"):  # allowed, and not there
         node.handle(TEXT, HELLO, b"")
+
+
+def test_a_node_is_started_with_a_loader_that_its_policy_allows(tmp_path: Path) -> None:
+    def said(policy: str) -> str:
+        (tmp_path / "node.toml").write_text(policy)
+        return failing("deploy", "node", str(tmp_path), "--server", "localhost:1", "--loader", "own_data:read")
+
+    assert "its owner can allow it with deploy node --allow-code own_data, or allow_code in node.toml" in said("")
+    assert "a loader must be one of none. Got 'own_data:read'" in said('loaders = []\nallow_code = ["own_data"]')
+    assert "must be a node's folder of fedspan deploy keys" in said(
+        'allow_code = ["own_data"]'
+    )  # nothing is left to ask
 
 
 @pytest.mark.parametrize(("section", "key"), [("model", "kind"), ("method", "name")])

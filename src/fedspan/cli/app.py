@@ -35,8 +35,8 @@ from fedspan.errors import FedspanError
 from fedspan.storage.malloc import keep_freed_memory
 
 FAULT, STOPPED = 2, 130
-NAMES_NO_CODE = {"matching", "keys", "server", "status", "stop", "proxy", "predict", "export"}
-"""Commands of `analyse` and `deploy` that assemble nothing, or on a node, where its own settings decide."""
+NAMES_NO_CODE = {"keys", "server", "status", "stop", "proxy", "predict", "export"}
+"""Commands of `deploy` that assemble nothing, or on a node, where its own settings decide."""
 
 SERVES_OTHERS = {"node"}
 """Commands that work on somebody else's text: what the user's settings allow to own experiments does not go there."""
@@ -67,7 +67,15 @@ app = typer.Typer(
     help="Personalised federated learning with low-rank structure: simulate, compare, deploy.",
 )
 # Those that assemble an experiment can be told whose code it may name.
-for command in (demo, with_code(diagnose), with_code(run), with_code(compare), with_code(sweep), reproduce, report):
+for command in (
+    demo,
+    with_code(diagnose),
+    with_code(run),
+    with_code(compare),
+    with_code(sweep),
+    reproduce,
+    with_code(report),
+):
     app.command()(command)
 for command in (watch, targets, methods, data, with_code(partition), doctor):
     app.command()(command)

@@ -23,6 +23,7 @@ from fedspan.storage.toml import parse_toml, read_small
 
 POLICY = "node.toml"
 WHO = f"Node: {POLICY}"
+CODE_REMEDY = f"its owner can allow it with deploy node --allow-code {{package}}, or allow_code in {POLICY}"
 MB = 1_000_000
 
 

@@ -17,7 +17,7 @@ from fedspan.data.federated import FederatedData
 from fedspan.deploy.envelope import Facts
 from fedspan.deploy.experiment import kind_of, read_config, read_experiment
 from fedspan.deploy.node.node import Node
-from fedspan.deploy.node.owner_policy import POLICY, named_by, read_policy
+from fedspan.deploy.node.owner_policy import CODE_REMEDY, named_by, read_policy
 from fedspan.errors import ConfigError
 from fedspan.method.named_code import named_function, only_allowing
 
@@ -113,8 +113,7 @@ def owners_code(folder: Path) -> AbstractContextManager[None]:
     own, allowed = read_policy(folder).allow_code, read_settings(folder).get("allow_code", [])
     if not isinstance(allowed, list):
         raise ConfigError(f"Node: allow_code of {SETTINGS} must be a list of packages. Got {str(allowed)[:60]!r}.")
-    remedy = f"its owner can allow it with deploy node --allow-code {{package}}, or allow_code in {POLICY}"
-    return only_allowing([*own, *allowed], remedy, f"Node: allow_code of {SETTINGS}")
+    return only_allowing([*own, *allowed], CODE_REMEDY, f"Node: allow_code of {SETTINGS}")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
