@@ -137,9 +137,7 @@ def test_a_node_is_started_with_a_loader_that_its_policy_allows(tmp_path: Path) 
 
     assert "its owner can allow it with deploy node --allow-code own_data, or allow_code in node.toml" in said("")
     assert "a loader must be one of none. Got 'own_data:read'" in said('loaders = []\nallow_code = ["own_data"]')
-    assert "must be a node's folder of fedspan deploy keys" in said(
-        'allow_code = ["own_data"]'
-    )  # nothing is left to ask
+    assert "must be a node's folder of fedspan deploy keys" in said('allow_code = ["own_data"]')  # the next fault
 
 
 @pytest.mark.parametrize(("section", "key"), [("model", "kind"), ("method", "name")])
@@ -216,6 +214,6 @@ def test_a_refusal_reaches_the_servers_log(tmp_path: Path) -> None:
     result = Server(read_experiment(TEXT, kind), kind, grid, roster, policy=AT_ONCE, log=said.append).run()
     refusals = [line for line in said if "node.toml" in line]
     assert len(refusals) == 1, said
-    assert "client n0: its node reports:" in refusals[0]
-    assert "Node: node.toml: a method must be one of local. Got 'fedavg'" in refusals[0]
+    sentence = "Node: node.toml: a method must be one of local. Got 'fedavg'; ask the node's owner."
+    assert refusals[0] == f"Round 0: client n0: its node reports: {sentence}"
     assert result is not None

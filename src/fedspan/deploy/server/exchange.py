@@ -175,7 +175,7 @@ class Exchange:
         if not replies:
             return None
         if replies[0].has_error():
-            return f"{REPORTS} {str(replies[0].error.reason)[:300]}"
+            return f"{REPORTS} {_own_words(str(replies[0].error.reason))[:300]}"
         return replies[0]
 
     def _opened(self, i: int, reply: Message) -> tuple[Facts, bytes]:
@@ -191,6 +191,11 @@ class Exchange:
         if facts.get("round") != self.t or facts.get("do") != self.do or meta.group_id != str(self.t):
             raise Refused(f"{who}: the answer must belong to round {self.t}. Got {str(facts.get('round'))[:20]}.")
         return facts, payload
+
+
+def _own_words(reason: str) -> str:
+    """The sentence of a node's error, without the class that Flower writes around it."""
+    return reason.removesuffix("'>").partition("'>:<'")[2] or reason
 
 
 def _upload_sizes(payload: bytes) -> dict[str, int]:
