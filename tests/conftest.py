@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 # Before torch starts: more threads than cores would make tests ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["FEDSPAN_SETTINGS"] = ""  # whatever the user who runs the tests has settled
 
 import numpy as np
 import pytest

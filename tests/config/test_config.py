@@ -128,6 +128,43 @@ def test_overrides(tmp_path: Path) -> None:
     assert parse_value('"0.1"') == "0.1" and parse_value("a\nb = 1") == "a\nb = 1"
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("method.v_scale=1", "1"),
+        ('method.v_scale="1"', "1"),
+        ("method.v_scale=1/n", "1/n"),
+        ("method.rank=1", 1),
+        ("methods.pfl-mf-paper.v_scale=1", "1"),
+        ("name=2026", "2026"),
+        ("name=2026-01-02", "2026-01-02"),
+        ("data.source=7", "7"),
+        ("data.columns.label=3", "3"),
+        ("model.head=2", "2"),
+        ("train.batch_size=4", 4),
+        ("train.batch_size=full", "full"),
+    ],
+)
+def test_overrides_are_read_by_the_type_of_their_field(tmp_path: Path, override: str, expected: object) -> None:
+    text = FULL.replace("limit = 900\n", "").replace('name = "pfl-mf"', 'name = "pfl-mf-paper"')
+    text = text if "v_scale" in override or "rank" in override else FULL
+    found: Any = read(tmp_path, text, override).to_dict()
+    for key in override.partition("=")[0].split("."):
+        found = found[key]
+    assert found == expected and type(found) is type(expected)
+
+
+def test_the_type_of_a_key_that_only_a_compared_method_has(tmp_path: Path) -> None:
+    config = read(tmp_path, "[method]\nname = 'fedavg'\n[methods.pfl-mf-paper]\nrank = 2\n", "method.v_scale=1")
+    assert config.only("pfl-mf-paper").v_scale == "1"  # type: ignore[attr-defined]
+    assert "must be one of '1', '1/n'. Got 2" in refused(
+        tmp_path, "[method]\nname = 'pfl-mf-paper'\n", "method.v_scale=2"
+    )
+    assert "v_scale must be one of '1', '1/n'. Got 1" in refused(
+        tmp_path, "[method]\nname = 'pfl-mf-paper'\nv_scale = 1\n"
+    )
+
+
 def test_override_of_method_wins_over_single_methods(tmp_path: Path) -> None:
     c = read(tmp_path, FULL, "method.lr=0.7")
     assert c.resolve("fedavg").method["lr"] == 0.7
@@ -180,11 +217,11 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path, no_data: None, override: 
     "override",
     [
         "seed=-1", "seed=1.5", "seed=true", "rounds=-1", "rounds=ten", "rounds=1e308", "seed=99999999999999999999",
-        "name=3", "data.source=3", "data.size=0", "data.limit=-5", "data.limit=1.5", "data.columns=3",
+        "name=[3]", "data.source=[3]", "data.size=0", "data.limit=-5", "data.limit=1.5", "data.columns=3",
         "partition.clients=0", "partition.clients=-3", "partition.clients=2.5", "partition.clients=1",
         "partition.clients=1798", "partition.groups=0", "partition.groups=9", "partition.test=1.0",
         "partition.validation=-0.1", "partition.validation=nan", "partition.split=both",
-        "model.hidden=[0]", "model.hidden=3", "model.hidden=[[1]]", "model.kind=3", "model.head=3",
+        "model.hidden=[0]", "model.hidden=3", "model.hidden=[[1]]", "model.kind=3", "model.head=[3]",
         "method.rank=0", "method.rank=-1", "method.rank=2.5", "method.rank='3'", "method.rank=true",
         "method.lr=nan", "method.lr=inf", "method.lr=1e308", "method.lr=-0.1", "method.lr=fast", "method.name=[1]",
         "method={}", "method=3", "methods=3", "methods.fedavg=3", "train=3", "method.wire=both",

@@ -36,8 +36,11 @@ from fedspan.errors import FedspanError
 from fedspan.storage.malloc import keep_freed_memory
 
 FAULT, STOPPED = 2, 130
-NAMES_NO_CODE = {"matching", "keys", "server", "status", "stop", "proxy", "predict", "export"}
-"""Commands of `analyse` and `deploy` that assemble nothing, or on a node, where its own settings decide."""
+NAMES_NO_CODE = {"keys", "server", "status", "stop", "proxy", "predict", "export"}
+"""Commands of `deploy` that assemble nothing, or on a node, where its own settings decide."""
+
+SERVES_OTHERS = {"node"}
+"""Commands that work on somebody else's text: what the user's settings allow to own experiments does not go there."""
 
 
 class CommandGroup(TyperGroup):
@@ -65,7 +68,15 @@ app = typer.Typer(
     help="Personalised federated learning with low-rank structure: simulate, compare, deploy.",
 )
 # Those that assemble an experiment can be told whose code it may name.
-for command in (demo, with_code(diagnose), with_code(run), with_code(compare), with_code(sweep), reproduce, report):
+for command in (
+    demo,
+    with_code(diagnose),
+    with_code(run),
+    with_code(compare),
+    with_code(sweep),
+    reproduce,
+    with_code(report),
+):
     app.command()(command)
 for command in (watch, targets, methods, data, with_code(partition), doctor):
     app.command()(command)
@@ -74,7 +85,7 @@ for command in (with_code(export), with_code(onboard), with_code(capacity), theo
 app.command("bytes")(with_code(bytes_))
 for entry in [*analyse.registered_commands, *deploy.registered_commands]:
     if entry.callback is not None and entry.callback.__name__ not in NAMES_NO_CODE:
-        entry.callback = with_code(entry.callback)
+        entry.callback = with_code(entry.callback, settings=entry.callback.__name__ not in SERVES_OTHERS)
 app.add_typer(analyse, name="analyse")
 app.add_typer(deploy, name="deploy")
 app.add_typer(new, name="new")

@@ -164,8 +164,9 @@ def node(
 ) -> None:
     """Start a node: its own data, its own state, and a connection to the server."""
     _needs_flower()
+    from fedspan.deploy.node.owner_policy import CODE_REMEDY, read_policy
     from fedspan.deploy.operations.deployment import start_node
-    from fedspan.method.named_code import allowance
+    from fedspan.method.named_code import Allowance, allowance
 
     if sum(x is not None for x in (data, loader, partition)) != 1:
         raise ConfigError("deploy node: exactly one of --data, --loader and --partition must be given.")
@@ -175,9 +176,12 @@ def node(
     place |= {"data": str(data.resolve()) if data else None, "root": str(root.resolve()) if root else None}
     place["allow_code"] = sorted(allowance().packages)
     if loader is not None:
-        allowance().need(loader.partition(":")[0].partition(".")[0], loader, "deploy node: --loader")
+        policy = read_policy(folder)
+        policy.check_loader(loader)
+        allowed = Allowance(allowance().packages | {*policy.allow_code}, CODE_REMEDY)
+        allowed.need(loader.partition(":")[0].partition(".")[0], loader, "deploy node: --loader")
     start_node(folder, superlink, {k: v for k, v in place.items() if v is not None}, warm=not cold)
-    say(f"{folder.name} is started. Its log: {folder / 'supernode.log'}.")
+    say(f"{folder.name} is started. Its log: {folder / 'supernode.log'}; which runs it serves: {folder / 'node.toml'}.")
 
 
 @deploy.command()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedspan.config.overrides import apply_overrides
 from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, known_shape
 from fedspan.data import FederatedData, Source, load, partition
 from fedspan.errors import ConfigError, nearest, safe_name
@@ -23,7 +23,7 @@ from fedspan.randomness import torch_seed
 from fedspan.simulation.devices import Devices, assign
 from fedspan.simulation.identity import of_config
 from fedspan.simulation.settings import Settings
-from fedspan.storage.toml import checked, parse_toml, parse_value, plain, read_small, short, write_toml
+from fedspan.storage.toml import checked, parse_toml, plain, read_small, short, write_toml
 
 # Kinds of partition that know the true groups, and the most examples each known source can have.
 _GROUPED = ("permuted-groups", "label-groups", "domains")
@@ -155,7 +155,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: str = "run") -> RunConfig:
     """A checked experiment from plain values in the layout of the file."""
     values = {"name": name, **checked(values, "", 1)}
-    _override(values, overrides)
+    apply_overrides(values, overrides)
     checked(values, "", 1)
     known = [f.name for f in fields(RunConfig)]
     for key in values:
@@ -192,24 +192,6 @@ def _open_ended(cls: type[Any], values: dict[str, Any], who: str) -> Any:
         raise ConfigError(f"{who}: write options as keys of the section itself, not under 'options'.")
     options = {k: v for k, v in values.items() if k not in own}
     return build(cls, {k: v for k, v in values.items() if k in own} | {"options": options}, who)
-
-
-def _override(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    for text in overrides:
-        path, equals, value = text.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(re.fullmatch(r"[A-Za-z0-9_-]{1,60}", k) for k in keys) or len(keys) > 3:
-            raise ConfigError(f"Config: an override must look like section.key=value. Got {short(text)}.")
-        at = values
-        for k in keys[:-1]:
-            at = at.setdefault(k, {})
-            if not isinstance(at, dict):
-                raise ConfigError(f"Config: '{k}' is not a section, so '{path}' cannot be set.")
-        at[keys[-1]] = parse_value(value)
-        if keys[0] == "method" and len(keys) == 2 and isinstance(values.get("methods"), dict):
-            for table in values["methods"].values():  # what is typed last wins over the file's single methods, too
-                if isinstance(table, dict):
-                    table.pop(keys[1], None)
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -1,10 +1,10 @@
 """Code that a configuration names: "package.module:Class" is imported only if its package was allowed before.
 
 Importing a module runs it, so a file from somebody else could run anything. Whoever runs fedspan says which packages
-may be imported (`--allow-code PACKAGE`, `fedspan.allow_code`, a node's settings); the name is compared before anything
-is imported, and only what the key asks for is accepted. Packages that are installed with an entry point of fedspan's
-count as registered. Nothing is looked up beside a configuration or in the working directory, unless Python's own path
-has it.
+may be imported (`--allow-code PACKAGE`, a settings file, `fedspan.allow_code`, a node's policy); the name is compared
+before anything is imported, and only what the key asks for is accepted. Packages that are installed with an entry point
+of fedspan's count as registered. Nothing is looked up beside a configuration or in the working directory, unless
+Python's own path has it.
 """
 
 from __future__ import annotations

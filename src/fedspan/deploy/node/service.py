@@ -17,6 +17,7 @@ from fedspan.data.federated import FederatedData
 from fedspan.deploy.envelope import Facts
 from fedspan.deploy.experiment import kind_of, read_config, read_experiment
 from fedspan.deploy.node.node import Node
+from fedspan.deploy.node.owner_policy import CODE_REMEDY, named_by, read_policy
 from fedspan.errors import ConfigError
 from fedspan.method.named_code import named_function, only_allowing
 
@@ -29,7 +30,8 @@ class Service:
     `node.json` holds one of `data` (an .npz file with x, y and perhaps x_test, y_test), `loader`
     ("package.module:function", called with the configuration, which returns the same arrays) or `partition` (a number:
     that client of the experiment's own partition, for trying things out), and perhaps `root`, where sources lie, and
-    `allow_code`: the top-level packages whose code the server's experiment or `loader` may name. Without it none may.
+    `allow_code`: packages whose code may be named besides those of `node.toml`. What the server's text may ask for is
+    up to `node.toml`, the owner's policy, which is asked before the text is used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,11 +39,26 @@ class Service:
         self._node: tuple[str, Node] | None = None
 
     def handle(self, experiment: str, facts: Facts, payload: bytes) -> tuple[Facts, bytes]:
-        """Answer one request."""
+        """Answer one request.
+
+        Raises:
+            Refused: if the owner's policy does not allow the run, or the message is too large.
+        """
+        read_policy(self.folder).check_size(len(payload))
         return self.node(experiment).handle(facts, payload)
 
     def node(self, experiment: str) -> Node:
-        """The node of an experiment; the last one is kept."""
+        """The node of an experiment; the last one is kept.
+
+        Raises:
+            Refused: if the owner's policy does not allow the run; it is asked every time, as it may have changed.
+        """
+        policy, where, named = read_policy(self.folder), read_settings(self.folder), named_by(experiment)
+        policy.check_run(named)
+        if "partition" in where:
+            policy.check_source(named.source)
+        if "loader" in where:
+            policy.check_loader(str(where["loader"]))
         if self._node is None or self._node[0] != experiment:
             with owners_code(self.folder):
                 data, place = self._data(read_config(experiment))
@@ -88,16 +105,15 @@ def _one(config: RunConfig, parts: Sequence[Any], classes: int | None) -> Federa
 
 
 def owners_code(folder: Path) -> AbstractContextManager[None]:
-    """Allow the code that a node's owner allowed in its settings, and no other: a server's text names none by itself.
+    """Allow the code that a node's owner allowed, and no other: a server's text names none by itself.
 
     Raises:
-        ConfigError: if the settings cannot be read, or `allow_code` is no list of packages.
+        ConfigError: if policy or settings cannot be read, or `allow_code` is no list of packages.
     """
-    allowed = read_settings(folder).get("allow_code", [])
+    own, allowed = read_policy(folder).allow_code, read_settings(folder).get("allow_code", [])
     if not isinstance(allowed, list):
         raise ConfigError(f"Node: allow_code of {SETTINGS} must be a list of packages. Got {str(allowed)[:60]!r}.")
-    remedy = f"its owner can allow it with deploy node --allow-code {{package}}, or allow_code in {SETTINGS}"
-    return only_allowing(allowed, remedy, f"Node: allow_code of {SETTINGS}")
+    return only_allowing([*own, *allowed], CODE_REMEDY, f"Node: allow_code of {SETTINGS}")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

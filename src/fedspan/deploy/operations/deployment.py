@@ -16,6 +16,7 @@ import torch
 from fedspan.config import RunConfig, to_toml
 from fedspan.deploy.experiment import DataKind
 from fedspan.deploy.node import worker
+from fedspan.deploy.node.owner_policy import read_policy, write_template
 from fedspan.deploy.operations import prefork, processes
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
@@ -247,6 +248,8 @@ def start_node(
         raise ConfigError(f"Deploy: {folder} must be a node's folder of fedspan deploy keys.")
     if processes.running(folder):
         raise ConfigError(f"Deploy: the node in {folder} is running already. Stop it first: fedspan deploy stop.")
+    write_template(folder)
+    read_policy(folder)  # one that cannot be read is said here, and not only to the server
     (folder / "node.json").write_text(json.dumps(settings, indent=1))
     env = processes.environment(folder / "flwr", FEDSPAN_NODE=str(folder))
     modules = {"worker": "fedspan.deploy.node.worker", "prefork": "fedspan.deploy.operations.prefork"}

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedspan.deploy.node.owner_policy import write_template
 from fedspan.errors import ConfigError, safe_name
 
 DAYS = 825
@@ -47,7 +48,7 @@ def make_keys(folder: Path, names: Sequence[str], hosts: Sequence[str] = (), day
 
 
 def add_node(folder: Path, name: str) -> Path:
-    """One more node: its folder with a key, and its public key with the server."""
+    """One more node: its folder with a key and a policy to fill in, and its public key with the server."""
     node = _private(folder / safe_name(name, "deploy keys: a node's name"))
     key = ec.generate_private_key(ec.SECP384R1())  # what Flower's node authentication takes
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
@@ -55,6 +56,7 @@ def add_node(folder: Path, name: str) -> Path:
     _write(node / "key", key.private_bytes(serialization.Encoding.PEM, openssh, serialization.NoEncryption()))
     _write(node / "key.pub", public + b"\n")
     _write(node / "ca.crt", (folder / "server" / "ca.crt").read_bytes())
+    write_template(node)
     known = _private(folder / "server" / "nodes")
     _write(known / f"{name}.pub", public + b"\n")
     return node

@@ -26,6 +26,9 @@ from fedspan.wire import Direction, Ledger
 
 _TYPES = {"hello": "query", "train": "train", "evaluate": "evaluate"}
 
+REPORTS = "its node reports:"
+"""What a node's own error begins with, among the reasons why there is no answer."""
+
 Request: TypeAlias = tuple[Facts, Tree]
 """What a client is told and sent."""
 
@@ -185,7 +188,7 @@ class Exchange:
         try:
             replies = list(self.grid.pull_messages([number]))
             if replies and replies[0].has_error():
-                return f"its node reports: {str(replies[0].error.reason)[:300]}"
+                return f"{REPORTS} {_own_words(str(replies[0].error.reason))[:300]}"
             return replies[0] if replies else None
         except (httpx.HTTPError, OSError):
             raise  # the connection to the SuperLink, not a reply
@@ -208,6 +211,11 @@ class Exchange:
         if meta.group_id != str(self.t):
             raise Refused(f"{who}: the answer must belong to round {self.t}. Got {meta.group_id[:20]}.")
         return answer, payload
+
+
+def _own_words(reason: str) -> str:
+    """The sentence of a node's error, without the class that Flower writes around it."""
+    return reason.removesuffix("'>").partition("'>:<'")[2] or reason
 
 
 def _upload_sizes(payload: bytes) -> dict[str, int]:

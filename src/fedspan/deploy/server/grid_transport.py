@@ -23,7 +23,7 @@ from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
 from fedspan.deploy.server.answers import EvaluateAnswer, HelloAnswer, TrainAnswer, check_sums
 from fedspan.deploy.server.deployed_state import MOST_NORMS, begin_or_parse
-from fedspan.deploy.server.exchange import Check, Exchange, Request, Roster
+from fedspan.deploy.server.exchange import REPORTS, Check, Exchange, Request, Roster
 from fedspan.deploy.server.quota_grid import NodeGrid
 from fedspan.errors import ConfigError, Refused
 from fedspan.method import Sent
@@ -69,6 +69,7 @@ class GridTransport:
         self._declared: dict[str, Declared] = {}
         self._measures: dict[str, frozenset[str]] = {}
         self.refusals: list[dict[str, Any]] = []
+        self._reported: dict[int, str] = {}
 
     @property
     def sizes(self) -> Index:
@@ -238,6 +239,10 @@ class GridTransport:
         """Ask, and collect until enough answers are good or the deadline has come."""
         exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log, quotas)
         exchange.run(enough, self.policy.deadline, self.policy.poll)
+        for i, why in exchange.missing.items():
+            if why.startswith(REPORTS) and self._reported.get(i) != why:  # said once, not in every round
+                self._reported[i] = why
+                self.log(f"Round {t}: client {self.roster.names[i]}: {why}")
         return exchange
 
     # ------------------------------------------------------------------------------------------------ who is there
