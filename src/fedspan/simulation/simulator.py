@@ -170,9 +170,12 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
 
 def _try(task: Task, data: FederatedData) -> None:
     """Refuse a model that does not take the data or does not give what they need."""
-    x = data.x[torch.from_numpy(data.train[0][:1])]
+    rows = _two_rows(data)
+    x = data.x[rows]
     try:
         output = task.predict(task.init(), x)
+    except ConfigError:
+        raise  # it says already what is wrong
     except (RuntimeError, ValueError, IndexError, TypeError) as e:
         raise ConfigError(f"Task: the model does not take examples of shape {tuple(x.shape[1:])}: {e}") from None
     wide = output.shape[1] if output.ndim == 2 else 0
@@ -189,6 +192,13 @@ def _try(task: Task, data: FederatedData) -> None:
         )
     if task.kind == "regression" and output[0].numel() != data.y[0].numel():
         raise ConfigError(f"Task: the model must have {data.y[0].numel()} output(s). Got {output[0].numel()}.")
+    task.example_loss(output, data.y[rows])  # a batch of two tells a value per example from one of the batch
+
+
+def _two_rows(data: FederatedData) -> torch.Tensor:
+    """Two training examples, of the first clients that have them; twice the same if there is but one."""
+    rows = np.concatenate([own[:2] for own in data.train[:2]])
+    return torch.from_numpy(np.resize(rows, 2))
 
 
 @contextmanager
