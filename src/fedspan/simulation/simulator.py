@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from fedspan.method.fields import build, flat
 from fedspan.methods import name_of
 from fedspan.simulation.devices import Devices
 from fedspan.simulation.driver import OnRound, RoundDriver
-from fedspan.simulation.engine import Engine, choose_mapping
+from fedspan.simulation.engine import Engine, choose_mapping, mapping_fault
 from fedspan.simulation.local_transport import LocalTransport
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
@@ -70,7 +70,7 @@ class Simulation(RoundDriver):
         check(method, task, self.data, s)
         size = None if s.batch_size == "full" else s.batch_size
         steps = s.epochs * (1.0 if size is None else math.ceil(float(np.mean(self.data.sizes)) / size))
-        self.mapping = choose_mapping(task, s.mapping, steps)
+        self.mapping, fallback = _mapping(task, self.data, s.mapping, steps)
         # Logits of a row are as many as tokens times the vocabulary: no more rows at once than in training.
         held_out = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
         engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **held_out)
@@ -79,6 +79,7 @@ class Simulation(RoundDriver):
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
         record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only)
         super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
+        self.messages.extend(fallback)
         if record.resumed:
             done = record.progress.round
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
@@ -166,6 +167,28 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
         _try(member, data)
     if method.about.needs_classes:
         class_matrix(task, type(method).__name__)
+
+
+def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[Literal["vmap", "loop"], list[str]]:
+    """How clients are computed, and a note where a model that should be mapped cannot be.
+
+    Raises:
+        ConfigError: if `vmap` is asked for and cannot be had.
+    """
+    mapping = choose_mapping(task, mode, steps)
+    if mapping == "loop":
+        return mapping, []
+    rows = _two_rows(data)
+    for member in task.kinds.values() or [task]:
+        fault = mapping_fault(member, data.x[rows], data.y[rows])
+        if fault is None:
+            continue
+        if mode == "vmap":
+            raise ConfigError(
+                f"Task: the model cannot be trained for many clients at once ({fault}); run with train.mapping='loop'."
+            )
+        return "loop", [f"Clients are computed one after another, as the model cannot be mapped over them: {fault}."]
+    return mapping, []
 
 
 def _try(task: Task, data: FederatedData) -> None:
