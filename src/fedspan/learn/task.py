@@ -321,6 +321,11 @@ class Task:
         result: Tensor = grad(lambda o: self.example_loss(o, y).sum())(output)
         return result
 
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is one of the user's own."""
+        return self._own_loss is not None
+
     def curvature_bound(self) -> float | None:
         """A number c with ∂²loss/∂output² ≤ c·I for one example, whatever the output; None where none is known."""
         if self._own_loss is not None or self.kind == "language":

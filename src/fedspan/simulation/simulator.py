@@ -24,8 +24,9 @@ from fedspan.learn.task import Task
 from fedspan.method import Federation, Method
 from fedspan.method.fields import build, flat
 from fedspan.methods import name_of
+from fedspan.simulation import warnings
 from fedspan.simulation.devices import Devices
-from fedspan.simulation.driver import OnRound, RoundDriver
+from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.engine import Engine, choose_mapping, mapping_fault
 from fedspan.simulation.local_transport import LocalTransport
 from fedspan.simulation.record import Record
@@ -79,13 +80,24 @@ class Simulation(RoundDriver):
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
         record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only)
         super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
-        self.messages.extend(fallback)
+        if not read_only:
+            self.messages.extend([*fallback, *warnings.before_run(method, self.data, rounds)])
         if record.resumed:
             done = record.progress.round
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
 
     def _undisturbed(self) -> AbstractContextManager[list[bool]]:
         return _finish_first()
+
+    def _stepped(self, line: Line) -> None:
+        """Tell once that the losses have exploded; the note stays with the run."""
+        progress = self.record.progress
+        if "loss" not in line or any(said.startswith(warnings.EVALUATION) for said in progress.notes):
+            return
+        sentence = warnings.exploded(self.task, self.data, line["round"], line["loss"]["mean"])
+        if sentence is not None:
+            progress.notes.append(sentence)
+            self.messages.append(sentence)
 
     def personal(self, client: int) -> tuple[Task, Tree]:
         """The task and the weights client `client` predicts with now."""
