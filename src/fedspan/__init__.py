@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from fedspan.learn.task import Task
     from fedspan.method import fields
     from fedspan.method.bases import Averaging, Sharing, Training
-    from fedspan.method.capabilities import Adapts, Announces, Coded, Converts, Lifts, Observed, Ranked
+    from fedspan.method.capabilities import (
+        Adapts,
+        Announces,
+        Begins,
+        Cautions,
+        Coded,
+        Converts,
+        Lifts,
+        Observed,
+        Ranked,
+    )
     from fedspan.method.protocol import About, ClientInfo, Down, Federation, Method, Round, Sent, Visit
     from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.report.figures import plot
@@ -43,6 +53,8 @@ __all__ = [
     "Averaging",
     "Batch",
     "Batches",
+    "Begins",
+    "Cautions",
     "ClientInfo",
     "Coded",
     "ConfigError",
@@ -100,7 +112,7 @@ _PLACES: dict[str, str] = {
     "fedspan.learn.sgd": "adamw gradient gradient_and_value hessian_product mean_gradient sgd",
     "fedspan.learn.task": "Task",
     "fedspan.method.bases": "Averaging Sharing Training",
-    "fedspan.method.capabilities": "Adapts Announces Coded Converts Lifts Observed Ranked",
+    "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Lifts Observed Ranked",
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
     "fedspan.methods": "METHODS allow_code make register",
     "fedspan.report.figures": "plot",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -361,3 +362,86 @@ def test_module_with_holds_the_weights_and_predicts_alike() -> None:
     assert not module.training
     assert torch.equal(module(x), task.predict(params, x))
     assert not torch.equal(task.predict(task.init(), x), module(x))
+
+
+# ------------------------------------------------------------------------------------------------ losses of one's own
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_of_torch_that_reduces_is_refused_at_the_door(reduction: str) -> None:
+    said = rf"CrossEntropyLoss with reduction='{reduction}'; use reduction='none', or say loss_of='batch'"
+    with pytest.raises(ConfigError, match=said):
+        Task(nn.Linear(5, 3), loss=nn.CrossEntropyLoss(reduction=reduction))
+    assert Task(nn.Linear(5, 3), loss=nn.CrossEntropyLoss(reduction="none")).unmappable() == []
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "loop"])
+def test_a_function_that_gives_one_value_for_two_examples_is_refused_before_the_first_round(mapping: str) -> None:
+    task = Task(make_task().module, dtype=torch.float64, loss=nn.functional.cross_entropy)
+    with pytest.raises(ConfigError, match=r"shape \(2,\) for 2 examples. Got \(\); use reduction='none'"):
+        Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(mapping=mapping, dtype="float64"))  # type: ignore[arg-type]
+
+
+def test_an_own_loss_per_example_gives_the_same_mapped_and_in_the_loop() -> None:
+    ends = []
+    for mapping in ("vmap", "loop"):
+        task = Task(make_task().module, dtype=torch.float64, loss=nn.CrossEntropyLoss(reduction="none"))
+        settings = Settings(mapping=mapping, dtype="float64", batch_size=4, workers=1)  # type: ignore[arg-type]
+        sim = Simulation(FedAvg(lr=0.1), task, make_data(), rounds=2, settings=settings)
+        sim.run()
+        ends.append(sim.record.server)
+    assert_close(*ends)
+
+
+def test_a_loss_of_batches_runs_in_the_loop_and_is_the_loss_it_is() -> None:
+    own, batches = make_task().module, nn.CrossEntropyLoss()
+    task = Task(own, dtype=torch.float64, loss=batches, loss_of="batch")
+    each = Task(own, dtype=torch.float64)
+    settings = Settings(dtype="float64", batch_size=4, workers=1)
+    sims = [Simulation(FedAvg(lr=0.1), t, make_data(), rounds=2, settings=settings) for t in (task, each)]
+    for sim in sims:
+        sim.run()
+    assert [sim.mapping for sim in sims] == ["loop", "vmap"]
+    assert_close(*(sim.record.server for sim in sims))  # a mean over examples is the one loss both kinds can say
+    assert task.converted(lambda m: m).unmappable() == task.unmappable() != []
+    with pytest.raises(ConfigError, match=r"loss_of='batch'\) cannot be computed for many clients at once"):
+        Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(mapping="vmap", dtype="float64"))
+
+
+def test_a_loss_of_another_kind_than_declared_is_refused() -> None:
+    x, y = numbers(4, 5), torch.arange(4) % 3
+    task = Task(nn.Linear(5, 3), dtype=torch.float64, loss=nn.CrossEntropyLoss(reduction="none"), loss_of="batch")
+    with pytest.raises(ConfigError, match=r"one value for the whole batch. Got shape \(4,\)"):
+        task.loss(task.init(), batch(x, y))
+    wide = Task(nn.Linear(5, 2), "regression", dtype=torch.float64, loss=nn.MSELoss(reduction="none"))
+    with pytest.raises(ConfigError, match=r"Got \(4, 2\); take the mean over the other axes"):
+        wide.loss(wide.init(), batch(x, numbers(4, 2)))
+    narrow = Task(nn.Linear(5, 1), "regression", dtype=torch.float64, loss=nn.MSELoss(reduction="none"))
+    assert narrow.example_loss(numbers(4, 1), numbers(4, 1, seed=1)).shape == (4,)
+    with pytest.raises(ConfigError, match="loss_of='batch' needs a loss of one's own"):
+        Task(nn.Linear(5, 3), loss_of="batch")
+    with pytest.raises(ConfigError, match=r"loss_of must be example or batch. Got 'rows'"):
+        Task(nn.Linear(5, 3), loss_of="rows")  # type: ignore[arg-type]
+
+
+class Outputs(nn.Module):
+    """Returns an output object, as models of language libraries do, or a tuple."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(5, 3, dtype=torch.float64), kind
+
+    def forward(self, x: Tensor) -> object:
+        out = self.inner(x)
+        return SimpleNamespace(logits=out, loss=None) if self.kind == "object" else (out, None)
+
+
+def test_a_model_may_return_an_object_with_logits() -> None:
+    task, plain = Task(Outputs("object")), Task(nn.Linear(5, 3, dtype=torch.float64))
+    start = {k.removeprefix("inner."): v for k, v in task.init().items()}
+    x = numbers(4, 5)
+    assert torch.equal(task.predict(task.init(), x), plain.predict(start, x))
+    sim = Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(dtype="float64", workers=1))
+    assert sim.mapping == "vmap" and sim.run().rounds == 1
+    with pytest.raises(ConfigError, match=r"must return a tensor, or an object whose 'logits' is one. Got tuple"):
+        Simulation(FedAvg(), Task(Outputs("tuple")), make_data(), rounds=1, settings=Settings(dtype="float64"))

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import fedspan.method
-from fedspan.method import Abilities, Method, Newcomer, Sharing, capabilities
+from fedspan.method import Abilities, Begins, Method, Newcomer, Sharing, capabilities
 from fedspan.methods import METHODS
 
 CORE = {
@@ -34,7 +34,7 @@ CAPABILITIES = [
     if inspect.isclass(value)
     and value.__module__ == capabilities.__name__
     and not name.startswith("_")
-    and value not in (Abilities, Newcomer)
+    and value not in (Abilities, Begins, Newcomer)
 ]
 NAMED = pytest.mark.parametrize("name", METHODS)
 
@@ -75,7 +75,7 @@ def test_what_a_method_must_define_is_asked_for_by_name(function: str) -> None:
 
 def test_all_capabilities_are_known() -> None:
     names = {c.__name__ for c in CAPABILITIES}
-    assert names == {"Announces", "Converts", "Lifts", "Ranked", "Coded", "Adapts", "Observed", "Onboards"}
+    assert names == {"Announces", "Converts", "Lifts", "Ranked", "Coded", "Adapts", "Observed", "Onboards", "Cautions"}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: c.__name__)

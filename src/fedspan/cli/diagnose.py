@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.console import say, show, table
+from fedspan.cli.console import note, say, show, table
 from fedspan.cli.run import Experiment, Overrides
 
 if TYPE_CHECKING:
+    from fedspan.config import RunConfig
+    from fedspan.data.federated import FederatedData
+    from fedspan.learn.task import Task
     from fedspan.studies.diagnosis import Diagnosis
 
 Json = Annotated[bool, typer.Option("--json", help="Everything as JSON.")]
@@ -18,16 +21,18 @@ _SHOWN = 12  # eigenvalues
 
 
 def diagnose(exp: Experiment, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Say how the clients differ, which methods suit that, and what rank to start from; nothing is trained."""
+    """Say how the clients differ, which methods suit that, and what a run would warn of; no run is made."""
     from fedspan.config import assemble, load_config
     from fedspan.studies.diagnosis import diagnose as look
 
     config = load_config(exp, overrides or [])
     _, task, data = assemble(config)
-    found = look(task, data)
+    found, warned = look(task, data), cautions(config, task, data)
     if as_json:
-        typer.echo(json.dumps(facts(found), indent=1, allow_nan=False))
+        typer.echo(json.dumps({**facts(found), "warnings": warned}, indent=1, allow_nan=False))
         return
+    for sentence in warned:
+        note(sentence)
     for sentence in found.sentences():
         say(sentence)
     top = max(float(found.steps.spectrum[0]), 1e-12)
@@ -43,6 +48,19 @@ def diagnose(exp: Experiment, overrides: Overrides = None, as_json: Json = False
     show(table(["try", "because"], found.advice()))
     say(f"Rank to start from, where a method has one: {found.rank}.")
     say(f"Next: fedspan compare {exp} --methods local,{','.join(found.methods)}")
+
+
+def cautions(config: RunConfig, task: Task, data: FederatedData) -> list[str]:
+    """What a run of the file's methods would warn of, and whether it would explode; each sentence once."""
+    from fedspan.method import Training
+    from fedspan.simulation import warnings
+
+    methods = [config.only(name) for name in dict.fromkeys([config.method["name"], *config.methods])]
+    found = [sentence for method in methods for sentence in warnings.before_run(method, data, config.rounds)]
+    rates = [method.lr for method in methods if isinstance(method, Training)]
+    size = None if config.train.batch_size == "full" else config.train.batch_size
+    exploding = warnings.explodes_alone(task, data.to(config.train.torch_dtype), max(rates), size) if rates else None
+    return list(dict.fromkeys([*found, *([exploding] if exploding else [])]))
 
 
 def facts(found: Diagnosis) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from fedspan.randomness import generator
 
 Index = NDArray[np.int64]
 
+MANY_CLASSES = 1000
+"""Beyond so many classes labels must fill a tenth of them, or somebody must say how many there are."""
+
 
 @dataclass(frozen=True)
 class FederatedData:
@@ -128,7 +131,7 @@ class FederatedData:
         if y.is_floating_point():
             classes = None
         elif classes is None:
-            classes = max(1, int(y.max()) + 1)
+            classes = count_classes(y.numpy(), "Data")
         return FederatedData(
             x=x,
             y=y if y.is_floating_point() else y.long(),
@@ -138,6 +141,24 @@ class FederatedData:
             classes=classes,
             groups=None if groups is None else torch.as_tensor(groups),
         )
+
+
+def count_classes(y: NDArray[np.generic], who: str) -> int:
+    """How many classes integer labels have when nobody says it: one more than the largest.
+
+    Raises:
+        DataError: if one label lies so far outside the others that a model would have a thousand outputs for nothing.
+    """
+    labels = np.unique(y)  # rows of tokens are no single labels: they hold few of a vocabulary
+    count = max(1, int(labels[-1]) + 1)
+    if y.ndim == 1 and count > MANY_CLASSES and count > 10 * len(labels):
+        held = f"of {len(labels)} different labels the largest is {labels[-1]}"
+        held += f" and the next {labels[-2]}" if len(labels) > 1 else ""
+        raise DataError(
+            f"{who}: labels must be numbers from 0 on, one for each class. Got {count} classes, but {held}; correct it,"
+            " or say how many classes there are (data.classes)."
+        )
+    return count
 
 
 def _tensor(value: Tensor | NDArray[np.generic], client: int, what: str) -> Tensor:

@@ -36,6 +36,13 @@ class Optimizer:
         """Whether a step is −lr·gradient and nothing else."""
         return self.rule == "sgd" and not self.momentum and not self.weight_decay
 
+    def pull(self, lr: float, strength: float) -> float:
+        """lr·λ of a term λ/2 ‖x − a‖² in the loss, in units in which steps of that term grow from 2 on.
+
+        Momentum β allows 1 + β times as much; AdamW's steps do not grow with λ.
+        """
+        return 0.0 if self.rule == "adamw" else lr * strength / (1 + self.momentum)
+
     def fit(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox = NO_PROX) -> Tree:
         """Train `params` on a stream, one step per batch; `prox` is applied to single parameters after every step."""
         if self.rule == "adamw":

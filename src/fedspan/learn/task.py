@@ -19,7 +19,8 @@ from fedspan.randomness import fold, torch_seed, uniform
 from fedspan.tree import Params, Tree
 
 TaskKind: TypeAlias = Literal["classification", "regression", "language"]
-PerExample: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+LossOf: TypeAlias = Literal["example", "batch"]
+OwnLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 _LOOP_ONLY: dict[type[nn.Module], str] = {
     nn.modules.batchnorm._NormBase: "use GroupNorm",
@@ -27,6 +28,8 @@ _LOOP_ONLY: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "use explicit attention",
     nn.TransformerEncoderLayer: "use explicit attention",
 }
+
+_LOSS_REMEDY = "use reduction='none', or say loss_of='batch' if it is no mean over examples"
 
 
 class Dropout(nn.Module):
@@ -56,7 +59,9 @@ class Task:
         head: prefix of the head's parameter names; by default the last `nn.Linear` in definition order (none for
             language, whose last layer is mostly the embedding itself).
         zero_head: start the head from zero. A body then learns the same whatever a client's classes are called.
-        loss: own loss per example, `loss(output, y) -> [B]`.
+        loss: own loss, `loss(output, y) -> [B]`, one value per example; a loss of torch with `reduction="none"`.
+        loss_of: `batch` for a loss that is one value of a whole batch and no mean over its examples (contrastive,
+            ranking); clients are then computed one after another, and evaluation weighs batches by their examples.
         seed: key of the initialisation; the same tree on the server and on every client.
 
     Parameters with `requires_grad=False` stay constants inside the module: neither trained nor sent.
@@ -69,12 +74,14 @@ class Task:
         *,
         head: str | None = None,
         zero_head: bool = False,
-        loss: PerExample | None = None,
+        loss: OwnLoss | None = None,
+        loss_of: LossOf = "example",
         dtype: torch.dtype | None = None,
         seed: int | None = None,
     ) -> None:
         if kind not in ("classification", "regression", "language"):
             raise ConfigError(f"Task: kind must be classification, regression or language. Got {kind!r}.")
+        _check_own_loss(loss, loss_of)
         self._build = None if isinstance(model, nn.Module) else model
         if self._build is None:
             module = copy.deepcopy(model)
@@ -86,7 +93,7 @@ class Task:
         self._origin: Task | None = None
         self.kind, self.dtype, self.seed = kind, dtype, seed if seed is not None else 0
         self.module = self._prepare(module)
-        self._own_loss = loss
+        self._own_loss, self._loss_of = loss, loss_of
         if self._build is None and seed is not None:
             self.module = self._redrawn(seed, "init")
         self.names = [k for k, p in self.module.named_parameters() if p.requires_grad]
@@ -220,7 +227,8 @@ class Task:
         """
         with torch_seed(self.seed, "convert"):
             module = change(copy.deepcopy(self.module))
-        task = Task(module, self.kind, head=self.head_layer, loss=self._own_loss, dtype=self.dtype)
+        own: dict[str, Any] = {"loss": self._own_loss, "loss_of": self._loss_of}
+        task = Task(module, self.kind, head=self.head_layer, dtype=self.dtype, **own)
         task.seed, task._origin = self.seed, self.plain
         build = self._build
         task._build = None if build is None else lambda: change(self._prepare(build()))
@@ -272,14 +280,32 @@ class Task:
         return {k: step.new[k] for k in params}
 
     def example_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Loss of each example, [B]."""
+        """Loss of each example, [B]; every example of a batch has the batch's where the loss is one of batches."""
         if self._own_loss is not None:
-            return self._own_loss(output, y)
+            return self._checked_loss(self._own_loss(output, y), len(y))
         if self.kind == "classification":
             return F.cross_entropy(output, y, reduction="none")
         if self.kind == "language":
             return self._token_loss(output, y) / (y != -100).sum(1).clamp_min(1)
         return (output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(1)
+
+    def _checked_loss(self, value: Tensor, examples: int) -> Tensor:
+        """What the own loss gave, if it is what was declared. Shapes are known without looking at a number."""
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"Task: the loss must return a tensor. Got {type(value).__name__}.")
+        if self._loss_of == "batch":
+            if value.numel() != 1:
+                raise ConfigError(
+                    "Task: a loss with loss_of='batch' must give one value for the whole batch. Got shape"
+                    f" {tuple(value.shape)} for {examples} examples; leave loss_of out if it is one per example."
+                )
+            return value.reshape(()).expand(examples)
+        if value.ndim == 0 or len(value) != examples or value.numel() != examples:
+            raise ConfigError(
+                f"Task: the loss must give one value per example, shape ({examples},) for {examples} examples. Got"
+                f" {tuple(value.shape)}; {_LOSS_REMEDY if value.ndim < 2 else 'take the mean over the other axes'}."
+            )
+        return value.reshape(examples)
 
     def _token_loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Loss of each row of tokens, summed over what is to be predicted, [B]."""
@@ -294,6 +320,11 @@ class Task:
             return gap / max(1, gap[0].numel())
         result: Tensor = grad(lambda o: self.example_loss(o, y).sum())(output)
         return result
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is one of the user's own."""
+        return self._own_loss is not None
 
     def curvature_bound(self) -> float | None:
         """A number c with ∂²loss/∂output² ≤ c·I for one example, whatever the output; None where none is known."""
@@ -348,7 +379,9 @@ class Task:
 
     def unmappable(self) -> list[str]:
         """Why the model cannot be trained for many clients at once: one sentence per layer."""
-        return [
+        whole = "Task: a loss of a whole batch (loss_of='batch') cannot be computed for many clients at once, whose"
+        whole += " batches are filled up to one length; run with train.mapping='loop'."
+        return ([whole] if self._loss_of == "batch" else []) + [
             f"Task: {type(m).__name__} at '{name}' cannot be trained for many clients at once;"
             f" {next(r for t, r in _LOOP_ONLY.items() if isinstance(m, t))}, or run with train.mapping='loop'."
             for name, m in self.module.named_modules()
@@ -371,8 +404,7 @@ class Task:
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
         if key is not None and self._dropouts:
             params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
-        result: Tensor = functional_call(module, params, (x,)) if params else module(x)
-        return result
+        return _outputs(functional_call(module, params, (x,)) if params else module(x))
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         if self.dtype is not None:
@@ -427,3 +459,42 @@ class Task:
         if not names:
             raise ConfigError(f"Task: no trainable parameter is called '{prefix}' or starts with '{prefix}.'.")
         return prefix, names
+
+
+def _check_own_loss(loss: OwnLoss | None, loss_of: LossOf) -> None:
+    """Refuse a loss that is known to be of another kind than declared, before any data are seen.
+
+    Raises:
+        ConfigError: for an unknown kind, a kind without a loss, or a loss of torch that reduces over the batch.
+    """
+    if loss_of not in ("example", "batch"):
+        raise ConfigError(f"Task: loss_of must be example or batch. Got {loss_of!r}.")
+    if loss is None:
+        if loss_of == "batch":
+            raise ConfigError("Task: loss_of='batch' needs a loss of one's own. Got none; pass loss, or leave it out.")
+        return
+    if not callable(loss):
+        raise ConfigError(f"Task: the loss must be a function of outputs and labels. Got {type(loss).__name__}.")
+    reduction = getattr(loss, "reduction", "none")
+    if loss_of == "example" and reduction in ("mean", "sum"):
+        raise ConfigError(
+            f"Task: the loss must give one value per example. Got {type(loss).__name__} with reduction='{reduction}';"
+            f" {_LOSS_REMEDY}."
+        )
+
+
+def _outputs(result: Any) -> Tensor:
+    """The tensor of outputs that a model returned, itself or as `logits` of an output object.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if isinstance(result, Tensor):
+        return result
+    found = getattr(result, "logits", None)
+    if isinstance(found, Tensor):
+        return found
+    raise ConfigError(
+        f"Task: the model must return a tensor, or an object whose 'logits' is one. Got {type(result).__name__};"
+        " wrap the model in a module that returns its outputs."
+    )

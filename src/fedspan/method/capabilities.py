@@ -160,12 +160,39 @@ class Observed:
         return ()
 
 
+class Begins(NamedTuple):
+    """From which round a method does what it is chosen for."""
+
+    round: int
+    key: str
+    """The field that decides it."""
+    value: float
+    until: str
+    """What it does before then, as the start of a sentence: `it is FedAvg`."""
+
+
+class Cautions:
+    """What a method knows of its own limits, so that a run can warn before it begins."""
+
+    def begins(self) -> Begins | None:
+        """When it begins to differ from a simpler method; None: in the first round."""
+        return None
+
+    def proximal_steps(self) -> Mapping[str, float]:
+        """Learning rate times proximal weight by their names; at 2 and beyond, steps of that term grow."""
+        return {}
+
+    def directions(self) -> int | None:
+        """Dimension of a subspace that the clients together have to span; None where there is none."""
+        return None
+
+
 def norm_of_state(server: Tree) -> float:
     """The norm of a server's state without that of its optimiser."""
     return math.sqrt(float(tree.squared_norm({k: part for k, part in server.items() if k != "optimizer"})))
 
 
-class _Without(Announces, Ranked, Coded, Adapts, Observed):
+class _Without(Announces, Ranked, Coded, Adapts, Observed, Cautions):
     """What a method does that has none of them."""
 
 
@@ -183,6 +210,7 @@ class Abilities:
         self.coded: Coded = method if isinstance(method, Coded) else _WITHOUT
         self.adapts: Adapts = method if isinstance(method, Adapts) else _WITHOUT
         self.observed: Observed = method if isinstance(method, Observed) else _WITHOUT
+        self.cautions: Cautions = method if isinstance(method, Cautions) else _WITHOUT
         self.lifts: Lifts | None = method if isinstance(method, Lifts) else None
         self.onboards: Onboards | None = method if isinstance(method, Onboards) else None
 

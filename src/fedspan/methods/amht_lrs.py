@@ -20,6 +20,7 @@ from fedspan.method import (
     Adapts,
     Averaging,
     Capacity,
+    Cautions,
     ClientInfo,
     Down,
     Federation,
@@ -33,7 +34,7 @@ from fedspan.tree import Outer, Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class AmhtLrs(Averaging, Adapts, Observed):
+class AmhtLrs(Averaging, Adapts, Observed, Cautions):
     """AMHT-LRS. Pal et al., AISTATS 2024, Algorithm 1, without its private variant.
 
     Symbols: U [d, r] orthonormal = the shared subspace, w [r] = coefficients, b [d] = at most `sparsity` entries of a
@@ -85,6 +86,9 @@ class AmhtLrs(Averaging, Adapts, Observed):
         self.refuse_server_optimizer("the server solves for U")
         if self.private_head:
             raise ConfigError("AmhtLrs: private_head must be false, as the head is U w + b. Got true.")
+
+    def directions(self) -> int:
+        return self.rank
 
     def plan(self) -> Mapping[str, Amount]:
         return {**super().plan(), "all": All()}

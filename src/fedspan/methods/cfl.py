@@ -13,7 +13,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, Down, Federation, Observed, Round, Sent, Sharing, Visit
+from fedspan.method import About, Begins, Capacity, Cautions, Down, Federation, Observed, Round, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Count, Decay
 from fedspan.tree import Tree
 
@@ -22,7 +22,7 @@ Threshold: TypeAlias = Annotated[float, Ge(0), Le(math.inf)] | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cfl(Sharing, Observed):
+class Cfl(Sharing, Observed, Cautions):
     """Clustered federated learning. Sattler et al., IEEE TNNLS 2021.
 
     Symbols: theta = models stacked over clusters, cluster = the cluster of each client, delta = Δθ_k = the last update
@@ -53,6 +53,9 @@ class Cfl(Sharing, Observed):
     """The first round in which clusters may be split."""
     linkage: Literal["complete", "single"] = "complete"
     """Linkage of the clustering that splits: `single` gives the exact minimum of the largest similarity across."""
+
+    def begins(self) -> Begins:
+        return Begins(self.start_round, "start_round", self.start_round, "it is FedAvg")
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         theta, n = super().init_server(task, federation)["theta"], federation.clients

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, Cautions, ClientInfo, Sent, Sharing, Visit
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ditto(Sharing):
+class Ditto(Sharing, Cautions):
     """Ditto. Li et al., ICML 2021, Algorithm 1.
 
     Symbols: theta = the global model w, v = the personal model of client k, lam = λ.
@@ -31,6 +31,11 @@ class Ditto(Sharing):
     """Epochs in which the personal model is trained in a round."""
     lr_personal: NonNegative | None = None
     """The personal model's learning rate; `lr` if not given."""
+
+    def proximal_steps(self) -> Mapping[str, float]:
+        lr = self.lr if self.lr_personal is None else self.lr_personal
+        name = "lr·lam" if self.lr_personal is None else "lr_personal·lam"
+        return {name: self.optimizer.pull(lr, self.lam)}
 
     def plan(self) -> Mapping[str, Amount]:
         return {"train": Epochs(), "personal": Epochs(self.personal_epochs)}

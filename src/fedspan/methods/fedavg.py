@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import About, Sent, Sharing, Visit, Yardstick
+from fedspan.method import About, Cautions, Sent, Sharing, Visit, Yardstick
 from fedspan.method.fields import NonNegative
 from fedspan.tree import Params, Tree
 
@@ -31,7 +32,7 @@ class FedAvg(Sharing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedProx(Sharing):
+class FedProx(Sharing, Cautions):
     """FedProx. Li et al., MLSys 2020, Algorithm 2.
 
     FedAvg whose clients minimise F_k(w) + μ/2 ‖w − w^t‖² on the shared parameters. Symbols: theta = the global model w,
@@ -44,6 +45,9 @@ class FedProx(Sharing):
 
     mu: NonNegative = 0.01
     """μ, the weight of the proximal term μ/2 ‖w − w^t‖² in a client's loss; 0 is FedAvg."""
+
+    def proximal_steps(self) -> Mapping[str, float]:
+        return {"lr·mu": self.optimizer.pull(self.lr, self.mu)}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         start: Params = down["theta"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +12,14 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import About, Announces, ClientInfo, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Announces, Cautions, ClientInfo, Federation, Round, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Fraction, NonNegative, Positive
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedMe(Sharing):
+class PFedMe(Sharing, Cautions):
     """pFedMe. T. Dinh et al., NeurIPS 2020, Algorithm 1.
 
     Symbols: theta = the global model w, v = the personal model θ_i, lam = λ, lr = η, beta = β. For every minibatch θ
@@ -40,6 +41,10 @@ class PFedMe(Sharing):
     """Learning rate of the personal model."""
     beta: Positive = 1.0
     """β, how far the server goes from its model to the mean of a round; 1 takes the mean."""
+
+    def proximal_steps(self) -> Mapping[str, float]:
+        inner = self.optimizer.pull(self.lr_inner, self.lam)
+        return {"lr·lam": self.lr * self.lam, "lr_inner·lam": inner}  # w_i takes plain steps towards θ
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {**super().init_client(task, who), "v": task.init()}

@@ -14,7 +14,9 @@ from fedspan.learn.task import Task
 from fedspan.method import (
     About,
     Announces,
+    Begins,
     Capacity,
+    Cautions,
     ClientInfo,
     Down,
     Federation,
@@ -29,7 +31,7 @@ from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedSim(Sharing, Announces, Observed):
+class PFedSim(Sharing, Announces, Observed, Cautions):
     """pFedSim. Tan et al., 2023.
 
     Symbols: theta = the global model during `warmup_rounds` of FedAvg (the paper's ρT), then the clients' bodies φ_i on
@@ -49,6 +51,9 @@ class PFedSim(Sharing, Announces, Observed):
         super().__post_init__()
         if not self.warmup_rounds:
             self.refuse_server_optimizer("only a warm-up has one model to step with")
+
+    def begins(self) -> Begins:
+        return Begins(self.warmup_rounds + 1, "warmup_rounds", self.warmup_rounds, "it is FedAvg")
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         start = tree.without(task.init(), task.stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,12 +14,13 @@ from torch.func import vmap
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
-from fedspan.learn.batches import Amount, Batches, Index, draw, pad, rows_of
+from fedspan.learn.batches import Amount, Batch, Batches, Index, draw, pad, rows_of
+from fedspan.learn.sgd import gradient
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
 from fedspan.method.promises import ChunkWatch, SameShapes, need_tensors
 from fedspan.randomness import key
-from fedspan.tree import Tree
+from fedspan.tree import Params, Tree
 
 SMALL_MODEL = 20_000
 """Up to this many parameters mapping wins clearly: the work of one client is smaller than the cost of asking for it."""
@@ -268,6 +270,46 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop
     if faults or (convolutions and size > SMALL_MODEL):
         return "loop"
     return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
+
+
+def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
+    """Why a model or loss cannot be computed for many clients at once, seen on two examples; None if it can.
+
+    Two clients take one gradient each, mapped and alone; the second has one example and an empty slot. It shows code
+    that vmap cannot run (branches on values, `.item()`), and models whose examples depend on one another.
+    """
+    params, stream = task.init(), key(0, "mapping")
+    rows, slots = torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 1], [0, -1]])
+
+    def mapped(own: Params, at: Tensor, filled: Tensor) -> Tree:
+        found: Tree = gradient(task.loss, own, Batch(x[at], y[at], filled, stream, 0))
+        return found
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # slow operators are told about by the run itself
+            together = vmap(mapped)(tree.stack([params, params]), rows, slots)
+    except ConfigError:
+        raise
+    except Exception as e:  # whatever a model of somebody's own raises when it is traced
+        return f"vmap gave {type(e).__name__}: {_first_sentence(str(e))}"
+    for k, size in enumerate((2, 1)):
+        alone = gradient(task.loss, params, Batch(x[:size], y[:size], None, stream, 0))
+        if not _alike(tree.take(together, k), alone):
+            return "an example's gradient depends on the other slots of its batch"
+    return None
+
+
+def _alike(a: Tree, b: Tree) -> bool:
+    """Whether two gradients agree far beyond what rounding explains; what is not finite is not judged here."""
+    one, other = (torch.cat([g.detach().reshape(-1).double() for g in tree.leaves(t)]) for t in tree.aligned((a, b)))
+    gap, scale = (one - other).abs().max(), torch.maximum(one.abs().max(), other.abs().max())
+    return not bool(gap > 1e-2 * scale + 1e-6)
+
+
+def _first_sentence(text: str) -> str:
+    line = next((part.strip() for part in text.splitlines() if part.strip()), "no reason given")
+    return line if len(line) <= 160 else line[:157] + "..."
 
 
 def chunk_size(mapping: str, participants: int, parameters: int, chunk: int | None) -> int:

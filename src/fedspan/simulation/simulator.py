@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from fedspan.learn.task import Task
 from fedspan.method import Federation, Method
 from fedspan.method.fields import build, flat
 from fedspan.methods import name_of
+from fedspan.simulation import warnings
 from fedspan.simulation.devices import Devices
-from fedspan.simulation.driver import OnRound, RoundDriver
-from fedspan.simulation.engine import Engine, choose_mapping
+from fedspan.simulation.driver import Line, OnRound, RoundDriver
+from fedspan.simulation.engine import Engine, choose_mapping, mapping_fault
 from fedspan.simulation.local_transport import LocalTransport
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
@@ -71,7 +72,7 @@ class Simulation(RoundDriver):
         check(method, task, self.data, s)
         size = None if s.batch_size == "full" else s.batch_size
         steps = s.epochs * (1.0 if size is None else math.ceil(float(np.mean(self.data.sizes)) / size))
-        self.mapping = choose_mapping(task, s.mapping, steps)
+        self.mapping, fallback = _mapping(task, self.data, s.mapping, steps)
         # Logits of a row are as many as tokens times the vocabulary: no more rows at once than in training.
         held_out = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
         engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **held_out)
@@ -80,12 +81,24 @@ class Simulation(RoundDriver):
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
         record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only)
         super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
+        if not read_only:
+            self.messages.extend([*fallback, *warnings.before_run(method, self.data, rounds)])
         if record.resumed:
             done = record.progress.round
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
 
     def _undisturbed(self) -> AbstractContextManager[list[bool]]:
         return _finish_first()
+
+    def _stepped(self, line: Line) -> None:
+        """Tell once that the losses have exploded; the note stays with the run."""
+        progress = self.record.progress
+        if "loss" not in line or any(said.startswith(warnings.EVALUATION) for said in progress.notes):
+            return
+        sentence = warnings.exploded(self.task, self.data, line["round"], line["loss"]["mean"])
+        if sentence is not None:
+            progress.notes.append(sentence)
+            self.messages.append(sentence)
 
     def personal(self, client: int) -> tuple[Task, Tree]:
         """The task and the weights client `client` predicts with now."""
@@ -169,11 +182,36 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
         class_matrix(task, type(method).__name__)
 
 
+def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[Literal["vmap", "loop"], list[str]]:
+    """How clients are computed, and a note where a model that should be mapped cannot be.
+
+    Raises:
+        ConfigError: if `vmap` is asked for and cannot be had.
+    """
+    mapping = choose_mapping(task, mode, steps)
+    if mapping == "loop":
+        return mapping, []
+    rows = _two_rows(data)
+    for member in task.kinds.values() or [task]:
+        fault = mapping_fault(member, data.x[rows], data.y[rows])
+        if fault is None:
+            continue
+        if mode == "vmap":
+            raise ConfigError(
+                f"Task: the model cannot be trained for many clients at once ({fault}); run with train.mapping='loop'."
+            )
+        return "loop", [f"Clients are computed one after another, as the model cannot be mapped over them: {fault}."]
+    return mapping, []
+
+
 def _try(task: Task, data: FederatedData) -> None:
     """Refuse a model that does not take the data or does not give what they need."""
-    x = data.x[torch.from_numpy(data.train[0][:1])]
+    rows = _two_rows(data)
+    x = data.x[rows]
     try:
         output = task.predict(task.init(), x)
+    except ConfigError:
+        raise  # it says already what is wrong
     except (RuntimeError, ValueError, IndexError, TypeError) as e:
         raise ConfigError(f"Task: the model does not take examples of shape {tuple(x.shape[1:])}: {e}") from None
     wide = output.shape[1] if output.ndim == 2 else 0
@@ -190,6 +228,13 @@ def _try(task: Task, data: FederatedData) -> None:
         )
     if task.kind == "regression" and output[0].numel() != data.y[0].numel():
         raise ConfigError(f"Task: the model must have {data.y[0].numel()} output(s). Got {output[0].numel()}.")
+    task.example_loss(output, data.y[rows])  # a batch of two tells a value per example from one of the batch
+
+
+def _two_rows(data: FederatedData) -> torch.Tensor:
+    """Two training examples, of the first clients that have them; twice the same if there is but one."""
+    rows = np.concatenate([own[:2] for own in data.train[:2]])
+    return torch.from_numpy(np.resize(rows, 2))
 
 
 @contextmanager

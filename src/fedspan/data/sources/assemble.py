@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.data.federated import Index
+from fedspan.data.federated import Index, count_classes
 from fedspan.data.formats.part import Array, FilePart, join, printable
 from fedspan.data.sources.catalog import DOMAINS, Known
 from fedspan.errors import ConfigError, DataError
@@ -124,7 +124,7 @@ def _count_classes(where: str, y: Array, named: int | None, given: int | None) -
     bad = np.flatnonzero((y < 0) | (y >= high))
     if len(bad):
         raise DataError(f"{where}: labels must lie in 0..{high - 1}. Got {y[bad[0]]} in row {bad[0]}.")
-    return count or int(y.max()) + 1
+    return count or count_classes(y, where)
 
 
 def _ids(columns: list[Array | None], lengths: list[int], numbers: bool = False) -> tuple[Index | None, list[str]]:

@@ -13,7 +13,20 @@ from fedspan import tree
 from fedspan.learn.batches import All, Amount, Epochs
 from fedspan.learn.optimizer import Schedule
 from fedspan.learn.task import Task
-from fedspan.method import About, Adapts, Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method import (
+    About,
+    Adapts,
+    Averaging,
+    Begins,
+    Capacity,
+    Cautions,
+    ClientInfo,
+    Down,
+    Federation,
+    Round,
+    Sent,
+    Visit,
+)
 from fedspan.method.factored import decomposed, factorised, in_parts, reconstructed, truncated
 from fedspan.methods.fedara.adaptive import AdaptiveRanks
 from fedspan.methods.fedara.capacities import Affords
@@ -23,7 +36,7 @@ from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAra(Averaging, Affords, Adapts, Monitored):
+class FedAra(Averaging, Affords, Adapts, Monitored, Cautions):
     """FedARA. CVPR 2026; steps are numbered as on FedARA's page in the docs.
 
     A summary was read, without its displayed formulas: that page says what is stated and what is derived.
@@ -53,6 +66,14 @@ class FedAra(Averaging, Affords, Adapts, Monitored):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ranks.check(type(self).__name__)
+
+    def begins(self) -> Begins | None:
+        until = "its alignment is weaker than lam"
+        near = self.alignment
+        return Begins(near.warmup + 1, "warmup", near.warmup, until) if near.lam else None
+
+    def proximal_steps(self) -> Mapping[str, float]:
+        return {"lr·lam": self.optimizer.pull(self.lr, self.alignment.lam)}
 
     # ------------------------------------------------------------------------------------------------ 1. the download
 

@@ -21,6 +21,7 @@ from fedspan.method import (
     Announces,
     Averaging,
     Capacity,
+    Cautions,
     ClientInfo,
     Down,
     Federation,
@@ -37,7 +38,7 @@ from fedspan.tree import Outer, Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PflMf(Averaging, InSubspace, Announces, Lifts, Adapts):
+class PflMf(Averaging, InSubspace, Announces, Lifts, Adapts, Cautions):
     """pFL-MF. Dadras, Stich and Yurtsever, TMLR 2025 (Burer–Monteiro factorisation across clients), made to work.
 
     Symbols: U [d, r] = shared dictionary of r models, v [r] = coefficients of client i, theta = parameters outside the
@@ -116,6 +117,9 @@ class PflMf(Averaging, InSubspace, Announces, Lifts, Adapts):
         if not names:
             raise ConfigError(f"PflMf: factorise must begin the name of a parameter. Got {list(self.factorise)}.")
         return names
+
+    def directions(self) -> int | None:
+        return None if self.rank == "auto" else self.rank  # a search begins with more than it keeps
 
     def plan(self) -> Mapping[str, Amount]:
         return {"v": All(), "U": Epochs() if self.u_steps is None else Steps(self.u_steps)}

@@ -17,6 +17,7 @@ from fedspan.method import (
     Adapts,
     Averaging,
     Capacity,
+    Cautions,
     ClientInfo,
     Down,
     Federation,
@@ -33,7 +34,7 @@ from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PflMfJoint(Averaging, InSubspace, Adapts):
+class PflMfJoint(Averaging, InSubspace, Adapts, Cautions):
     """pFL-MF as the published code runs it: U and v are trained together for the run's epochs, and both are averaged.
 
     All clients start from one v, normal as in the common model, with entries of U uniform in ±1/√r. A client keeps the
@@ -58,6 +59,9 @@ class PflMfJoint(Averaging, InSubspace, Adapts):
         start = task.init()
         weights_only = task.has(nn.Conv1d, nn.Conv2d, nn.Conv3d)
         return [k for k in task.names if start[k].ndim > 1 or not weights_only]
+
+    def directions(self) -> int:
+        return self.rank
 
     def plan(self) -> Mapping[str, Amount]:
         return {"U": Epochs()}

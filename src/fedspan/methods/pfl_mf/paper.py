@@ -12,14 +12,14 @@ from fedspan import tree
 from fedspan.learn.batches import All, Amount, Batch, Steps
 from fedspan.learn.sgd import Loss, gradient, mean_gradient
 from fedspan.learn.task import Task
-from fedspan.method import About, Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method import About, Averaging, Capacity, Cautions, ClientInfo, Down, Federation, Round, Sent, Visit
 from fedspan.method.fields import AtLeast1, Count
 from fedspan.methods.pfl_mf.gauge import need_no_statistics, need_rank, need_sgd, own_v, standard_columns
 from fedspan.tree import Outer, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class PflMfAlgorithm1(Averaging):
+class PflMfAlgorithm1(Averaging, Cautions):
     """pFL-MF. Dadras, Stich and Yurtsever, TMLR 2025, Algorithm 1.
 
     Symbols: U [d, r] = dictionary of r models, v [r] = coefficients of client i, θ_i = U v_i, K = `v_steps`, η = `lr`,
@@ -45,6 +45,9 @@ class PflMfAlgorithm1(Averaging):
     def trains_theta(self) -> bool:
         """Whether clients train θ_i, so that momentum and weight decay have a meaning."""
         return False
+
+    def directions(self) -> int:
+        return self.rank
 
     def plan(self) -> Mapping[str, Amount]:
         return {"v": Steps(self.v_steps), "U": All()}
