@@ -174,7 +174,8 @@ SLOW |= {"test_door", "test_factor_figures", "test_flower", "test_generated_page
 SLOW |= {"test_onboard", "test_pages", "test_panels", "test_reproduce", "test_resume", "test_theory", "test_workers"}
 SLOW |= {"test_baselines", "test_client_store", "test_factorized_files", "test_factorized_fl", "test_fedara_files"}
 SLOW |= {"test_fedloru", "test_fedloru_files", "test_hessian", "test_matching_report", "test_server_optimizer"}
-SLOW |= {"test_subspace_report"}
+SLOW |= {"test_subspace_report", "test_portability", "test_faulty_disk", "test_damaged_files", "test_processes"}
+SLOW |= {"test_boundary", "test_quota", "test_owner_policy", "test_os_system", "test_dying_workers", "test_interrupts"}
 """Files that start processes or train for seconds: `make quick` leaves them out."""
 
 

@@ -41,7 +41,7 @@ def cpu() -> str:
     """The processor's name and the vector instructions torch uses on it, which decide how sums round."""
     name = platform.processor() or platform.machine()
     try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     except OSError:  # not Linux: what Python knows must do
         pass

@@ -119,7 +119,7 @@ def owners_code(folder: Path) -> AbstractContextManager[None]:
 def read_settings(folder: Path) -> dict[str, Any]:
     """What `node.json` of a node's folder holds."""
     try:
-        settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text())
+        settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ConfigError(f"Node: {folder / SETTINGS} cannot be read ({type(e).__name__}). Use deploy node.") from None
     return settings

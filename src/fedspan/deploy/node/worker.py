@@ -30,7 +30,7 @@ def call(node: Path, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any],
         WorkerFault: if it could not do it; doing it here would end the same way.
     """
     try:
-        where = json.loads((node / NOTE).read_text())["socket"]
+        where = json.loads((node / NOTE).read_text(encoding="utf-8"))["socket"]
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(where)
     except (OSError, ValueError, KeyError, TypeError):

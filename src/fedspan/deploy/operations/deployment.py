@@ -154,7 +154,7 @@ class Deployment:
     def order(self, name: str) -> Order:
         """A run as it was ordered."""
         out = self.out(name)
-        values = json.loads((out / "order.json").read_text())
+        values = json.loads((out / "order.json").read_text(encoding="utf-8"))
         kind = DataKind(tuple(values["kind"]["shape"]), values["kind"]["classes"], values["kind"]["dtype"])
         policy, code = Policy(**values["policy"]), tuple(values.get("allow_code", ()))
         return Order(values["experiment"], kind, policy, out, values["fresh"], values["groups"], code)
@@ -171,7 +171,7 @@ class Deployment:
     def status(self, name: str) -> dict[str, Any] | None:
         """What the server of a run wrote last; None before its first word."""
         try:
-            body: dict[str, Any] = json.loads((self.out(name) / "status.json").read_text())
+            body: dict[str, Any] = json.loads((self.out(name) / "status.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return body
@@ -195,7 +195,7 @@ class Deployment:
 
     def _facts(self) -> dict[str, Any]:
         try:
-            facts: dict[str, Any] = json.loads((self.folder / "server.json").read_text())
+            facts: dict[str, Any] = json.loads((self.folder / "server.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return facts

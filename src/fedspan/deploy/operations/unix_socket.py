@@ -44,7 +44,7 @@ def serve(note: Path, answer: Callable[[socket.socket], None]) -> None:
     finally:
         listener.close()
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(note.read_text())["pid"] == os.getpid():
+            if json.loads(note.read_text(encoding="utf-8"))["pid"] == os.getpid():
                 note.unlink()
         shutil.rmtree(folder, ignore_errors=True)
 
