@@ -10,6 +10,7 @@ import math
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class Before:
     progress: Progress
 
 
-class RoundDriver:
+class RoundDriver(ABC):
     """A run over a transport; `run()` does what is left to do.
 
     Args:
@@ -132,9 +133,9 @@ class RoundDriver:
     def _stepped(self, line: Line) -> None:
         """Called after every round that was kept."""
 
+    @abstractmethod
     def _about(self) -> dict[str, Any]:
         """Fields of the result that only this kind of run knows."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------ a round
 
