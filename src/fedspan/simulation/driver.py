@@ -130,7 +130,7 @@ class RoundDriver(ABC):
         """Around every round; a list that is not empty afterwards asks to stop."""
         return nullcontext([])
 
-    def _stepped(self, line: Line) -> None:
+    def _stepped(self, line: Line) -> None:  # noqa: B027 (a hook that only some fill)
         """Called after every round that was kept."""
 
     @abstractmethod
