@@ -108,6 +108,13 @@ class Adapts:
         """
         return down
 
+    def personal_trained(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree | None:
+        """The weights of a client right after local training, where `down` is what `trained` returned.
+
+        None: what `personal` makes of it. For methods whose `personal` would change a model that is trained already.
+        """
+        return None
+
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         """Outputs for inputs `x` from what `personal` returned."""
         return task.predict(personal, x)

@@ -102,6 +102,10 @@ class FedAs(Sharing):
         return total.clamp_min(1e-12)  # if all have nothing left to learn, they count alike
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
-        theta = self._aligned(task, client, down["theta"], visit)
-        params = theta | client["h"]
+        return self._ready(task, self._aligned(task, client, down["theta"], visit) | client["h"], visit)
+
+    def personal_trained(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        return self._ready(task, client["theta"] | client["h"], visit)  # aligned before it was trained
+
+    def _ready(self, task: Task, params: Params, visit: Visit) -> Tree:
         return task.estimate_statistics(params, visit["all"]) if task.stats else params

@@ -133,7 +133,9 @@ class Engine:
                 client, sent = self.method.client_update(task, client, down, replace(visit, batches=streams))
                 down = self.able.adapts.trained(down, sent, capacity)
                 visit = replace(visit, batches={k: b for k, b in visit.batches.items() if not k.startswith(TRAINING)})
-            weights = self.method.personal(task, client, down, visit)
+            weights = self.able.adapts.personal_trained(task, client, down, visit) if after else None
+            if weights is None:
+                weights = self.method.personal(task, client, down, visit)
             need_tensors(self.method, "personal", weights)
             total: dict[str, Tensor] = {"n": torch.zeros((), dtype=self.dtype)}
             with torch.no_grad():
