@@ -326,7 +326,7 @@ def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind:
     if known is not None:
         return known
     if data is not None:
-        return DataKind(tuple(data.x.shape[1:]), data.classes)
+        return DataKind.of(data)
     if shape is None:
         raise ConfigError(f"deploy run: the source '{config.data.source}' is not a known one; say --shape 3,32,32.")
     try:

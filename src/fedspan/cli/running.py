@@ -32,7 +32,8 @@ def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):  # FedspanError is a ValueError: then it has to be run
         result: dict[str, Any] = json.loads((directory / "result.json").read_text(encoding="utf-8"))
         check_format(result, str(directory / "result.json"))
-        same = load_config(directory / "config.toml").identity() == config.identity()
+        held = load_config(directory / "config.toml")
+        same = held.identity() == config.identity() and held.evaluate == config.evaluate
         return result if same and result["rounds"] >= config.rounds else None
     return None
 
@@ -55,6 +56,7 @@ def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, re
         config=config.recorded(),
         read_only=read_only,
         devices=config.devices,
+        evaluate=config.evaluate,
     )
 
 

@@ -93,7 +93,7 @@ class FedAs(Sharing):
         stats = tree.select(params, task.stats)
 
         def loss(p: Params, batch: Batch) -> Tensor:
-            return batch.mean(task.example_loss(task.predict(p | stats, batch.x), batch.y))
+            return task.mean_loss(task.predict(p | stats, batch.x), batch)
 
         total = torch.zeros_like(next(iter(params.values())).reshape(-1)[0])
         for batch in stream:

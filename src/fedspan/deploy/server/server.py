@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ class Server(RoundDriver):
         except BaseException:
             self._status("stopped")
             raise
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What clients are called."""
+        return self.roster.names
 
     def _stepped(self, line: Line) -> None:
         self._status("running")
