@@ -159,7 +159,7 @@ def test_labels_that_do_not_fit_are_refused() -> None:
         run(task_of("survival"), replace(data, y=bad))
     with pytest.raises(DataError, match=r"a time and an event.*Got torch.float64 of shape \(\d+, 3\)"):
         run(task_of("survival"), federation("regression"))
-    with pytest.raises(ConfigError, match="a survival model must have 1 output, the risk. Got 3"):
+    with pytest.raises(ConfigError, match=r"a survival model must have 1 output, the risk. Got 3"):
         run(Task(nn.Linear(5, 3), "survival"), data)
     many = federation("multi-label")
     bad = many.y.clone()

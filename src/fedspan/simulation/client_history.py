@@ -70,7 +70,7 @@ class ClientHistory:
         if not path.exists():
             return
         try:
-            with np.load(path, allow_pickle=False) as held:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
                 arrays = {name: held[name] for name in held.files}
             rounds = arrays.pop(ROUND)
             kept = np.flatnonzero(rounds <= last)
