@@ -77,7 +77,7 @@ class Server(RoundDriver):
 
     def _stepped(self, line: Line) -> None:
         self._status("running")
-        self.log(_said(line, self.rounds))
+        self.log(_said(line, self.rounds, [m.name for m in self.engine.gathered]))
 
     def _about(self) -> dict[str, Any]:
         groups = self.roster.groups
@@ -113,10 +113,11 @@ class Server(RoundDriver):
         write_atomic(self.out / "status.json", json.dumps(body, indent=1) + "\n")
 
 
-def _said(line: Mapping[str, Any], rounds: int) -> str:
+def _said(line: Mapping[str, Any], rounds: int, metrics: Sequence[str] = ()) -> str:
     """A round in one line."""
     found = line.get("accuracy")
     shown = f", accuracy {100 * found['mean']:.2f} %" if found else ""
+    shown += "".join(f", {name} {line[name]['mean']:.4g}" for name in metrics if line.get(name))
     skipped = ", skipped" if line["skipped"] else ""
     who = f"{line['answered']} of {line['sampled']} answered"
     return f"Round {line['round']} of {rounds}: {who}{skipped}{shown}, {line['seconds']:.1f} s."
