@@ -255,7 +255,7 @@ def configuration_page() -> str:
         ("[method] and [methods.NAME]", textwrap.dedent(method), []),
         ("[task]", "", keys(TaskConfig)),
         ("[train]", "", keys(Settings)),
-        ("[evaluate]", "", keys(EvaluationSettings)),
+        ("[evaluate]", "", [*keys(EvaluationSettings), "", *metrics_table()]),
         ("[devices]", "", keys(Devices)),
         ("The policy of a deployment", "Options of `fedspan deploy run`, not keys of the file.", keys(Policy)),
     ]
@@ -265,6 +265,24 @@ def configuration_page() -> str:
         about = prose(classes[title].__doc__) if title in classes else text.splitlines()
         parts.append([f"## {title}", "", *about, "", *rows])
     return page("Configuration", *parts)
+
+
+def metrics_table() -> list[str]:
+    """The metrics that `evaluate.metrics` can name."""
+    from fedspan.learn.metrics import METRICS
+
+    rows = [
+        (f"`{name}`", ", ".join(sorted(m.kinds or ())) + (", two classes" if m.binary else ""), _better(m.higher))
+        for name, m in METRICS.items()
+    ]
+    return ["Metrics by name, beside `loss` and, of language models, `perplexity`:", "", *table(_METRIC_TITLES, rows)]
+
+
+_METRIC_TITLES = ("metric", "tasks", "better")
+
+
+def _better(higher: bool) -> str:
+    return "higher" if higher else "lower"
 
 
 def data_page() -> str:

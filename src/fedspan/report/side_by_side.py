@@ -50,20 +50,25 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def grid(rows: Sequence[ProtocolRow], measure: Measure) -> Grid:
-    """As a table; of the methods judged in the same way the best is marked."""
-    best = max if measure.higher else min
-    top: dict[tuple[str, str, str], str] = {}
-    for r in rows:
-        for k in _ROUNDS:
-            same = [q.values[k] for q in rows if (q.model, q.over) == (r.model, r.over)]
-            known = [v for v in same if v is not None]
-            if len(known) > 1:
-                top[r.model, r.over, k] = measure.text(best(known))
+    """As a table with a column per method and a row per protocol, whose best is marked."""
+    labels = list(dict.fromkeys(r.label for r in rows))
+    held = {(r.model, r.over, r.label): r.values for r in rows}
     body = []
-    for r in rows:
-        cells = [Cell(measure.text(v), measure.text(v) == top.get((r.model, r.over, k))) for k, v in r.values.items()]
-        body.append([Cell(r.label), Cell(r.model), Cell(r.over), *cells])
-    return Grid(["method", "model", "over", *_ROUNDS.values()], body, frozenset({0, 1, 2}))
+    for model, over in dict.fromkeys((r.model, r.over) for r in sorted(rows, key=lambda r: _order(r.model))):
+        for k, said in _ROUNDS.items():
+            values = [held.get((model, over, label), {}).get(k) for label in labels]
+            known = [v for v in values if v is not None]
+            if not known:
+                continue
+            top = measure.text((max if measure.higher else min)(known)) if len(known) > 1 else ""
+            cells = [Cell(measure.text(v), measure.text(v) == top) for v in values]
+            body.append([Cell(model), Cell(over), Cell(said), *cells])
+    return Grid(["model", "over", "round", *labels], body, frozenset({0, 1, 2}))
+
+
+def _order(model: str) -> tuple[int, str]:
+    """Models as received first, then in the order of their names; other rules after all of them."""
+    return (", by " in model) * 2 + (not model.startswith("as received")), model
 
 
 def to_markdown(runs: Sequence[Run]) -> str:
@@ -95,20 +100,22 @@ def to_html(groups: Sequence[Group]) -> str:
         head = "".join(f'<th scope="col">{escape(t)}</th>' for t in made.titles)
         body = ""
         for row in made.rows:
-            cells = "".join(f"<td{' class=best' if c.bold else ''}>{escape(c.text)}</td>" for c in row[1:])
-            body += f'<tr><th scope="row">{escape(row[0].text)}</th>{cells}</tr>\n'
+            cells = "".join(f"<td{' class=best' if c.bold else ''}>{escape(c.text)}</td>" for c in row[3:])
+            names = "".join(f'<th scope="row">{escape(c.text)}</th>' for c in row[:3])
+            body += f"<tr>{names}{cells}</tr>\n"
         caption = (
             f"{escape(measure.title)} of the same runs, as different protocols of evaluation would report it: which of"
             " a client's models is judged; the mean over clients, or one value over all examples together; the last"
-            " evaluation, the mean of the last five, or the best. The best method of each way is marked."
+            " evaluation, the mean of the last five, or the best. The best method of each row is marked."
         )
+        out += f"<h3>Other protocols, {escape(measure.words)}</h3>\n"
         out += (
             f'<div class="box" role="region" aria-label="Protocols, {escape(measure.title)}" tabindex="0"><table>'
             f"<caption><span>{caption}</span></caption><thead><tr>{head}</tr></thead>"
             f"<tbody>\n{body}</tbody></table></div>\n"
         )
     said = "".join(f'<p class="note">{escape(s)}</p>\n' for s in left_out(groups))
-    return (f"<h3>Other protocols</h3>\n{out}" if out else "") + said
+    return out + said
 
 
 def left_out(groups: Sequence[Group]) -> list[str]:
@@ -120,7 +127,10 @@ def left_out(groups: Sequence[Group]) -> list[str]:
                 seed = f" (seed {run.seed})" if len(g.runs) > 1 else ""
                 held = found.setdefault(clean(str(name)), {})
                 held |= {f"{clean(str(who))}{seed}": clean(str(text), 200) for who, text in _dict(why).items()}
-    return [_sentence(name, some) for name, some in found.items() if some]
+    same: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, some in found.items():
+        same.setdefault(tuple(some.items()), []).append(name)
+    return [_sentence(", ".join(names), dict(some)) for some, names in same.items() if some]
 
 
 def _sentence(name: str, some: Mapping[str, str]) -> str:
