@@ -15,13 +15,14 @@ from sklearn.metrics import roc_auc_score
 
 from conftest import assert_same, make_data, make_task
 from fedspan.data.federated import FederatedData
-from fedspan.errors import ConfigError
+from fedspan.errors import ConfigError, DataError
 from fedspan.learn.batches import Epochs
 from fedspan.learn.metrics import Metric
 from fedspan.learn.sgd import sgd
 from fedspan.method import Method
 from fedspan.methods import make
 from fedspan.simulation.client_history import ClientHistory
+from fedspan.simulation.onboarding import onboard, train_alone
 from fedspan.simulation.protocols import EvaluationSettings, Judged, evaluation_settings
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
@@ -232,3 +233,27 @@ def test_bad_settings_are_refused() -> None:
             settings=Settings(dtype="float64"),
         )
     assert Judged("trained", "prototype").suffix == "_after_by_prototype"
+
+
+def test_a_metric_that_fails_is_told_with_its_client() -> None:
+    def broken(y: Any, p: Any) -> float:
+        return {}["x"]  # type: ignore[no-any-return]
+
+    with pytest.raises(
+        ConfigError, match=r"metric 'broken' failed \(KeyError: 'x'\). Client \d, \d+ examples. Return NaN"
+    ):
+        run(make("fedavg"), evaluate={"metrics": [broken]}, chunk=1)
+
+
+def test_a_newcomer_has_the_metrics_of_the_run() -> None:
+    sim = run(make("fedavg", lr=0.2), evaluate={"metrics": ["roc_auc", "ece"]}).simulation
+    rows = torch.from_numpy(np.concatenate([sim.data.train[0], sim.data.train[1]]))
+    new = onboard(sim, sim.data.x[rows], sim.data.y[rows], sim.data.x[rows], sim.data.y[rows])
+    p = make_task().predict(sim.record.server["theta"], sim.data.x[rows]).softmax(1).numpy()
+    assert new.measures["roc_auc"] == pytest.approx(roc_auc_score(sim.data.y[rows], p[:, 1]), abs=1e-12)
+    one = rows[sim.data.y[rows] == 1]
+    lone = onboard(sim, sim.data.x[rows], sim.data.y[rows], sim.data.x[one], sim.data.y[one])
+    assert "roc_auc" not in lone.measures and "ece" in lone.measures
+    assert {"roc_auc", "ece", "accuracy"} <= train_alone(sim, new).measures.keys()
+    with pytest.raises(DataError, match=r"labels of an example must have shape \(\) as in the run. Got \(1,\)"):
+        onboard(sim, sim.data.x[rows], sim.data.y[rows][:, None])

@@ -249,6 +249,9 @@ class Engine:
                 found.metrics[m.name][places[client]] = m(y.numpy(), scores.numpy())
             except UndefinedMetric as e:
                 found.left_out.setdefault(m.name, {})[client] = str(e)
+            except ConfigError as e:
+                who = f"Client {self.data.names[client]}, {len(y)} examples."
+                raise ConfigError(f"{e} {who} Return NaN where the metric is not defined.") from e
         return {k: v for k, v in result.items() if k}
 
     def personal(self, capacity: Capacity, round: int, client: int, row: Tree, down: Tree, common: Tree) -> Tree:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +31,7 @@ from fedspan.errors import ConfigError, Refused
 from fedspan.method import Sent
 from fedspan.randomness import generator
 from fedspan.simulation.engine import Engine
-from fedspan.simulation.protocols import RECEIVED, Judged
+from fedspan.simulation.protocols import RECEIVED, EvaluationSettings, Judged
 from fedspan.simulation.record import Record
 from fedspan.simulation.transport import Collected, Measured, in_order, partial_sum, stacked
 from fedspan.tree import Tree
@@ -236,7 +237,10 @@ class GridTransport:
         if repr(capacity) not in self._measures:
             row, part = tree.stack([self.engine.begin(capacity, i)]), self.experiment.settings.evaluate_part
             down = wire.roundtrip(whole, codecs)[0]
-            found = self.engine.evaluate(capacity, t, [i], row, down, {}, self.record.common, part)
+            plain = replace(
+                self.engine, judging=EvaluationSettings()
+            )  # metrics are for predictions that mean something
+            found = plain.evaluate(capacity, t, [i], row, down, {}, self.record.common, part)
             self._measures[repr(capacity)] = frozenset(found.sums)
 
     def _exchange(
