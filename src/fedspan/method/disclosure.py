@@ -15,7 +15,7 @@ class Discloses:
     """What a server can compute from a client's upload, with default fields."""
 
     labels: Literal["set", "hints", "nothing"]
-    """The classes a client holds: nearly all read rightly, better than by chance, or no better."""
+    """The classes a client holds: at least five of six read rightly, better than by chance, or no better."""
     model: Literal["whole", "part", "likeness", "nothing"]
     """The client's own model: all of it, some of its tensors exactly, a model that resembles it, or nothing."""
     private: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ class AmhtLrs(Averaging, Adapts, Observed, Cautions):
     about = About(
         family="pfl-mf",
         reference="Pal et al., AISTATS 2024",
-        discloses=Discloses(labels="hints", model="nothing", private=("w",), examples=False, resembles=True),
+        discloses=Discloses(labels="set", model="nothing", private=("w",), examples=False, resembles=True),
     )
 
     weighting: Literal["samples", "uniform"] = "uniform"

@@ -35,7 +35,7 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
 
     about = About(
         secure_sum=lambda m: "yes" if m.wire == "full" else "with wire = 'full'",
-        discloses=Discloses(labels="set", model="whole", private=("v",), examples=False, resembles=False),
+        discloses=Discloses(labels="set", model="whole", private=("v",), examples=False, resembles=True),
     )
 
     schedule: Schedule = Schedule()
