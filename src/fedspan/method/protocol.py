@@ -207,7 +207,7 @@ class Method:
         raise TypeError(f"{type(self).__name__}: init_server must be defined.")
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
-        """One client's private state before its first round; it never leaves the client."""
+        """One client's private state before its first round; of it nothing is sent but what `client_update` sends."""
         return {}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:

@@ -88,7 +88,8 @@ def rebuild_private(sent: Tree, start: Tree) -> Tree:
     """A client's private state as far as its upload shows it, and otherwise as it was at the start.
 
     A part of the same path; else, for a vector, a factor of an uploaded matrix of rank one; else a part that is called
-    alike below another name, as a client's own model is often near to the one it trains for all.
+    alike below another name, as a client's own model is often near to the one it trains for all; else a single tensor
+    of the same shape, whatever it is called.
     """
     uploads, factors = dict(tree.items(sent)), _factors(sent)
     found = {path: _found(path, t, uploads, factors) for path, t in tree.flatten(start).items()}
@@ -99,7 +100,8 @@ def _found(path: str, start: Tensor, uploads: Mapping[str, Tensor], factors: lis
     inner = path.partition("/")[2]
     alike = [t for other, t in uploads.items() if inner and other.partition("/")[2] == inner]
     vectors = factors if start.ndim == 1 else []
-    candidates = [*([uploads[path]] if path in uploads else []), *vectors, *alike]
+    single = [t for other, t in uploads.items() if "/" not in other]
+    candidates = [*([uploads[path]] if path in uploads else []), *vectors, *alike, *single]
     return next((t for t in candidates if t.shape == start.shape), start)
 
 

@@ -27,7 +27,7 @@ REBUILT = 6
 
 SET, HINTS = 0.83, 0.6
 """Share of classes read rightly from which the set is known, and from which there are hints; chance is one half."""
-RESEMBLING = 0.3
+RESEMBLING = 0.47
 """Cosine of two models' changes from which one resembles the other."""
 PARTNERS = 0.1
 """Share of partners found from which uploads show who resembles whom; chance is 1 in 39."""
@@ -185,16 +185,29 @@ def _again(seen: Received) -> Received:
 
 
 def _rebuilt_states(first: Received, again: Received) -> dict[str, float]:
-    """How well each private part is rebuilt: as it was before a client's second visit, or as it is after it."""
+    """How well each private part is rebuilt: as it was before a client's second visit, or as it is after it.
+
+    Of a part that is not rebuilt whole, tensors that are stand under the last word of their names.
+    """
     found: dict[str, list[float]] = {}
     for i in range(REBUILT):
         start, sent = tree.take(first.start, i), tree.take(again.answer.sent, i)
         guess = attacks.rebuild_private({**sent.mean, **sent.each}, start)
-        for name, part in start.items():
-            held = [tree.take(rows[name], i) for rows in (again.start, again.answer.rows)]
-            known = [c for h in held for c in (_alike(h, guess[name], part), _along(h, guess[name], part)) if c]
-            found.setdefault(name, []).append(max(known, default=0.0))
-    return {name: min(cosines) for name, cosines in found.items() if list(tree.items(first.start[name]))}
+        held = [tree.take(rows, i) for rows in (again.start, again.answer.rows)]
+        for path, *parts in _paths(start, guess, *held):
+            known = [c for h in parts[2:] for c in (_alike(h, parts[1], parts[0]), _along(h, parts[1], parts[0])) if c]
+            found.setdefault(path, []).append(max(known, default=0.0))
+    least = {path: min(cosines) for path, cosines in found.items()}
+    whole = {path: cosine for path, cosine in least.items() if "/" not in path}
+    pieces = {p: c for p, c in least.items() if "/" in p and c >= attacks.SAME > whole[p.partition("/")[0]]}
+    return whole | {path.rpartition("/")[2].rpartition(".")[2]: cosine for path, cosine in pieces.items()}
+
+
+def _paths(*states: Tree) -> list[tuple[Any, ...]]:
+    """Parts of states of one form, and the tensors in them, each with its path; parts without tensors are left out."""
+    flat = [tree.flatten(state) for state in states]
+    parts = [(name, *(state[name] for state in states)) for name, part in states[0].items() if tree.leaves(part)]
+    return [*parts, *((path, *(f[path] for f in flat)) for path in flat[0] if "/" in path)]
 
 
 def _rebuilt_models(first: Received, again: Received, played: Received) -> tuple[float, dict[str, float]]:
