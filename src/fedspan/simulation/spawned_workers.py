@@ -145,10 +145,10 @@ class SpawnedPool(Pool):
         """Start workers side by side, and wait until all of them are ready."""
         if number <= 0:
             return []
-        body = self._message()
         coming: dict[bytes, subprocess.Popen[bytes]] = {}
         ready: list[SpawnedProcess] = []
         try:
+            body = self._message()
             with socket.create_server((LOOPBACK, 0), backlog=2 * number) as door:
                 self._launch(number, door, body, coming)
                 until, ended = time.monotonic() + MOST_SECONDS, 0
@@ -158,11 +158,12 @@ class SpawnedPool(Pool):
                         continue
                     gone = [token for token, popen in coming.items() if popen.poll() is not None]
                     for token in gone:
-                        ended, code = ended + 1, coming.pop(token).returncode
+                        popen, ended = coming.pop(token), ended + 1
+                        _end(popen)
                         if ended >= MOST_DEATHS:
                             raise CannotStart(
                                 f"Simulator: {MOST_DEATHS} workers ended while they were starting, the last one with"
-                                f" code {code}; what they wrote stands above, if anything."
+                                f" code {popen.returncode}; what they wrote stands above, if anything."
                             )
                     self._launch(len(gone), door, body, coming)
                     if time.monotonic() > until:
@@ -200,6 +201,9 @@ class SpawnedPool(Pool):
             stream = io.BytesIO()
             try:
                 _Pickler(stream, Path(self._folder.name)).dump(self.handler)
+            except OSError:  # the disk is full
+                self._folder.cleanup()
+                raise
             except Exception as e:  # whatever an object of somebody's own raises when it is taken apart
                 self._folder.cleanup()
                 raise CannotStart(
@@ -320,7 +324,7 @@ def begin(head: Meta, body: bytes) -> None:
     except BaseException as e:  # a module that it needs may do anything when it is imported
         said = {"error": f"{type(e).__name__}: {e}"}
     Pool.forbidden = False
-    with socket.create_connection((LOOPBACK, head["port"])) as sock:
+    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, head["port"])) as sock:  # or it has gone
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(bytes.fromhex(head["token"]))
         framing.send(sock, said)

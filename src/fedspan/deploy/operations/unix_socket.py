@@ -16,10 +16,13 @@ from types import FrameType
 
 from fedspan.storage.atomic import replacing
 
+LONGEST = 103
+"""Bytes of a socket's path on macOS; Linux takes four more."""
+
 
 def serve(note: Path, answer: Callable[[socket.socket], None]) -> None:
     """Open a socket, write to `note` where it is, and answer its owner's connections one by one until SIGTERM."""
-    folder = Path(tempfile.mkdtemp(prefix="fedspan-"))  # rights 0700; short, as socket paths must be
+    folder = _folder()
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit
@@ -47,6 +50,13 @@ def serve(note: Path, answer: Callable[[socket.socket], None]) -> None:
             if json.loads(note.read_text(encoding="utf-8"))["pid"] == os.getpid():
                 note.unlink()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder() -> Path:
+    """A new folder of rights 0700 whose path leaves room for a socket's, of which macOS takes 103 bytes."""
+    usual = tempfile.gettempdir()
+    short = len(os.fsencode(usual)) <= LONGEST - len("/fedspan-xxxxxxxx/node.sock")
+    return Path(tempfile.mkdtemp(prefix="fedspan-", dir=usual if short else "/tmp"))
 
 
 def _owner(connection: socket.socket) -> int:
