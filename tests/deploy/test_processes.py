@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedspan.deploy.operations import processes
+from fedspan.deploy.operations import processes, unix_socket
 
 FOLLOWER, STUBBORN = "import sys; sys.stdin.read()", "import time; time.sleep(300)"
 FAMILY = """
@@ -119,3 +119,21 @@ def test_processes_are_found_with_and_without_proc(proc: str, tmp_path: Path, mo
             os.waitpid(pid, 0)
     assert processes.running(tmp_path) == []
     assert processes._born(pid) is None and processes._born(child) is None
+
+
+@pytest.mark.parametrize(("length", "there"), [(40, True), (90, False)])
+def test_sockets_lie_where_macos_takes_their_paths(
+    length: int, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def make(prefix: str, dir: str) -> str:
+        made.append(Path(dir))
+        return f"{dir}/{prefix}xxxxxxxx"
+
+    usual = "/" + "t" * (length - 1)
+    monkeypatch.setattr(unix_socket.tempfile, "gettempdir", lambda: usual)
+    monkeypatch.setattr(unix_socket.tempfile, "mkdtemp", make)
+    folder = unix_socket._folder()
+    assert made == [Path(usual if there else "/tmp")]
+    assert len(str(folder / "node.sock")) <= 103
