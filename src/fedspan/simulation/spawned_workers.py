@@ -15,6 +15,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -182,7 +183,9 @@ class SpawnedPool(Pool):
         """Start processes, then tell each where its parent is and what it needs."""
         new = {secrets.token_bytes(HELLO): _process() for _ in range(number)}
         coming |= new
-        about = {"path": sys.path, "bytes": len(body), "port": door.getsockname()[1], "torch": _numerics()}
+        assert self._folder is not None
+        where = {"port": door.getsockname()[1], "folder": self._folder.name}
+        about = {"path": sys.path, "bytes": len(body), "torch": _numerics(), **where}
         for token, popen in new.items():
             assert popen.stdin is not None
             with contextlib.suppress(OSError):  # it has ended already, which whoever waits for it is going to see
@@ -310,7 +313,7 @@ def _numerics() -> dict[str, Any]:
 def begin(head: Meta, body: bytes) -> None:
     """Be a worker: rebuild what handles chunks, tell the parent, and answer its jobs until it goes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(head["folder"],), daemon=True).start()
     said: Meta = {}
     Pool.forbidden = True
     try:
@@ -333,10 +336,15 @@ def begin(head: Meta, body: bytes) -> None:
     os._exit(0)
 
 
-def _end_with_parent() -> None:
-    """End this process when its standard input ends: its parent holds the other side, and has gone."""
+def _end_with_parent(folder: str) -> None:
+    """End this process when its standard input ends, and remove what a parent that was killed has left.
+
+    The parent holds the other side, and lets go of it only after it has ended this process itself.
+    """
     try:
         while os.read(0, 1):
             pass
     finally:
+        if os.name == "posix":  # elsewhere a launcher may stand between the two and end first
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
