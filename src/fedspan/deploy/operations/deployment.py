@@ -255,11 +255,12 @@ def start_node(
     (folder / "node.json").write_text(json.dumps(settings, indent=1))
     env = processes.environment(folder / "flwr", FEDSPAN_NODE=str(folder))
     modules = {"worker": "fedspan.deploy.node.worker", "prefork": "fedspan.deploy.operations.prefork"}
-    helpers = {"worker": worker.NOTE, "prefork": prefork.NOTE} if warm else {}
+    forks = warm and sys.platform == "linux"  # elsewhere a process that has imported gRPC must not be forked
+    helpers = ({"worker": worker.NOTE} if warm else {}) | ({"prefork": prefork.NOTE} if forks else {})
     for name, note in helpers.items():
         unix_socket.remove_note(folder / note)
         processes.start(folder, name, [sys.executable, "-m", modules[name], str(folder)], env)
-    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if warm else {}
+    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if forks else {}
     processes.start(folder, "supernode", node_command(folder, superlink), env | first)
     for name, note in helpers.items():
         processes.wait_for(f"the {name}", (folder / note).exists, seconds, folder, name)
