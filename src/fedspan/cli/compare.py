@@ -154,7 +154,7 @@ def compare_runs(
         texts |= {f"{name}.md": paired.to_markdown(some), f"{name}.csv": paired.to_csv(some)}
         texts |= {f"{name}.tex": paired.to_latex(some)}
     for name, text in texts.items():
-        (out / name).write_text(text, encoding="utf-8")
+        (out / name).write_text(text, encoding="utf-8", newline="\n")
     pictures = _figures(runs, against, list(found), judged)
     written = [*texts]
     for name, draw in pictures.items():

@@ -62,7 +62,7 @@ def report(
     if out is None:
         typer.echo(text, nl=False)
     else:
-        out.write_text(text, encoding="utf-8")
+        out.write_text(text, encoding="utf-8", newline="\n")
         say(f"Table: {out}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +114,6 @@ class Task:
         self.kind, self.dtype, self.seed = kind, dtype, seed if seed is not None else 0
         self.module = self._prepare(module)
         self._own_loss, self._loss_of, self.ties, self.ignored = loss, loss_of, ties, ignored
-        self._batch_loss = self._find_batch_loss()
         if self._build is None and seed is not None:
             self.module = self._redrawn(seed, "init")
         self.names = [k for k, p in self.module.named_parameters() if p.requires_grad]
@@ -311,7 +309,7 @@ class Task:
 
         `mask` says which slots hold an example; those of others may be anything finite.
         """
-        if self._batch_loss is not None:
+        if self.loss_of == "batch":
             return checked_loss(self._batch_loss(output, y, mask), len(y), "batch")
         if self._own_loss is not None:
             return checked_loss(self._own_loss(output, y), len(y), "example")
@@ -325,21 +323,19 @@ class Task:
             return token_loss(output, y) / (y != IGNORED).sum(1).clamp_min(1)
         return squared_error(output, y)
 
-    def _find_batch_loss(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-        """The loss of a whole batch, as a function of outputs, labels and the slots that count; None: per example."""
-        own = self._own_loss
-        if own is None:
-            return partial(cox_loss, ties=self.ties) if self.kind == "survival" else None
-        if self._loss_of == "example":
-            return None
-        if takes_mask(own):
-            return lambda output, y, mask: own(output, y, mask=_all_of(y) if mask is None else mask)
-        return lambda output, y, mask: own(output, y)
+    def _batch_loss(self, output: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
+        """The loss of a whole batch, of the slots that hold an example."""
+        if self._own_loss is None:
+            return cox_loss(output, y, mask, self.ties)
+        if not takes_mask(self._own_loss):
+            return self._own_loss(output, y)
+        return self._own_loss(output, y, mask=_all_of(y) if mask is None else mask)
 
     @property
     def loss_of(self) -> LossOf:
         """Whether the loss is one of examples or of whole batches."""
-        return "example" if self._batch_loss is None else "batch"
+        own = self._own_loss is not None
+        return self._loss_of if own else "batch" if self.kind == "survival" else "example"
 
     def output_gradient(self, output: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         """∂(sum of the examples' losses)/∂output, in closed form where there is one."""

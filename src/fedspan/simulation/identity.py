@@ -19,7 +19,9 @@ FREE_SECTIONS = frozenset({"name", "rounds", "evaluate"})
 """Of a configuration: what a run is called, how many rounds it shall have (more rounds go on with the same run), and
 what is measured besides."""
 
-FREE_SETTINGS = frozenset({"evaluate_after", "workers", "checkpoint_every", "checkpoint_seconds", "memory_mb"})
+FREE_SETTINGS = frozenset(
+    {"evaluate_after", "workers", "start_method", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
+)
 """Of `Settings`: how and where a run is carried out and saved, and what is measured besides."""
 
 GIVEN = frozenset({"train", "method", "methods"})
