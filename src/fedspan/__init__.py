@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fedspan.method.protocol import About, ClientInfo, Down, Federation, Method, Round, Sent, Visit
     from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.report.figures import plot
+    from fedspan.simulation.defence import Defence
     from fedspan.simulation.result import Result
     from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import simulate
@@ -60,6 +61,7 @@ __all__ = [
     "ConfigError",
     "Converts",
     "DataError",
+    "Defence",
     "Divergence",
     "Down",
     "Epochs",
@@ -117,6 +119,7 @@ _PLACES: dict[str, str] = {
     "fedspan.methods": "METHODS allow_code make register",
     "fedspan.report.figures": "plot",
     "fedspan.simulation.result": "Result",
+    "fedspan.simulation.defence": "Defence",
     "fedspan.simulation.settings": "Settings",
     "fedspan.simulation.simulator": "simulate",
     "fedspan.tree": "Outer",

@@ -118,6 +118,14 @@ def deployable(config: RunConfig) -> RunConfig:
     return config
 
 
+def with_defence(config: RunConfig) -> RunConfig:
+    """The configuration that is deployed: where a file says nothing of a defence, it is on.
+
+    What is deployed is written out whole, so that simulating the written file gives the same numbers.
+    """
+    return config if config.defence is not None else replace(config, defence=Defence(rule="clip"))
+
+
 def kind_of(config: RunConfig) -> DataKind | None:
     """What examples look like, where the source is one that is known."""
     known = known_shape(config.data)

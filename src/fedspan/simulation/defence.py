@@ -1,9 +1,12 @@
 """A first defence against clients that lie: changes are clipped to what is usual, and weights are capped.
 
-Judged is what an upload changes of what its client was sent, not the upload as a whole. Every part of it (`theta`, `M`,
-a prototype) is cut to a quantile of recent norms of that part, and a client's weight to a multiple of the recent median.
-A bound comes from rounds before, so that uploads can be added up as they come; what has no past (the first round, a part
-that was zero so far) waits until the round is in, and is then judged by the round itself.
+Judged is what an upload changes of what its client was sent, not the upload as a whole. Every part of it (parameters,
+a gradient, a prototype) is cut to a quantile of recent norms of that part, and a client's weight to a multiple of the recent
+median. A bound comes from rounds before, so that uploads can be added up as they come; what has no past (the first
+round, a part that was zero so far) waits until the round is in, and is then judged by the round itself.
+
+Parts have bounds of their own, as they are of different kinds: coefficients of the size of one beside a change a
+hundredth of that, and one bound for both would leave the change free.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class Defence:
 
     rule: Literal["none", "clip"] = "none"
     """`none` believes every upload; `clip` cuts each part's change to a usual norm, and weights to a usual size."""
-    quantile: Share = 0.5
+    quantile: Share = 0.6
     """Of recent norms of a part's change, the one that no change may exceed; 0.5 is the median, 1 the largest."""
     window: AtLeast1 = 3
     """Rounds whose norms and weights are recent."""

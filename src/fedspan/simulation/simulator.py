@@ -82,7 +82,9 @@ class Simulation(RoundDriver):
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
-        record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence)
+        record = Record(
+            engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence
+        )
         super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
         if not read_only:
             self.messages.extend([*fallback, *warnings.before_run(method, self.data, rounds)])
@@ -151,7 +153,7 @@ def simulate(
         model: a module (its weights are the common start), a function that builds one (seeded by `seed`), or a `Task`.
         clients: `FederatedData`, or one (x, y) pair per client, split 75/25 inside each client.
         out: a run directory; a run found there is resumed, unless `fresh`.
-        defence: how the server guards itself against false uploads, e.g. `Defence(rule="clip")`; not at all if not given.
+        defence: how uploads are judged, e.g. `Defence(rule="clip")`; not at all if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)

@@ -113,6 +113,7 @@ class Server(RoundDriver):
                 for i, name in enumerate(self.roster.names)
             },
             "refused": self.transport.refusals[-20:],
+            "defence": lines[-1].get("defence") if lines else None,
         }
         write_atomic(self.out / "status.json", json.dumps(body, indent=1) + "\n")
 

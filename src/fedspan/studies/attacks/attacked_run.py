@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,17 @@ class AttackOutcome(BaseModel):
 
     method: str
     attack: str
-    defence: dict[str, Any]
+    rule: str
+    """Of the defence."""
     seed: int
-    config: dict[str, Any]
-    attackers: list[int]
     accuracy: float | None
     """None if the run diverged."""
     success: float | None
-    """Of the backdoor; of a run without one, how often the mark misleads by chance. None where there are no pictures."""
-    diverged: str | None = None
+    """Of the backdoor; without one, how often the mark misleads by chance. None where examples are no pictures."""
+    diverged: bool = False
+    attackers: list[int] = []
+    decided: dict[str, Any] = {}
+    """What decides the numbers of the run."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class AttackJob:
     @property
     def described(self) -> dict[str, Any]:
         """What decides its numbers."""
-        return {**replace(self.config, defence=None).identity(), "rounds": self.config.rounds}
+        config = replace(self.config, defence=self.defence)
+        return {**config.identity(), "rounds": config.rounds}
 
 
 def attack_jobs(
@@ -115,7 +118,7 @@ def carry_out(job: AttackJob, where: Path) -> tuple[AttackOutcome, bool]:
     """The outcome of a job, and whether it was found in the directory; a run that is done is not repeated."""
     path = where / job.file
     found = _read(path)
-    if found is not None and (found.config, found.defence) == (job.described, asdict(job.defence)):
+    if found is not None and found.decided == job.described:
         return found, True
     outcome = _run(job)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,16 +138,15 @@ def _run(job: AttackJob) -> AttackOutcome:
     method, task, data = assemble(config)
     who = attackers_of(data.clients, seed)
     used = data if attack.poison is None else attack.poison(data, who, seed)
-    sim = Simulation(
-        method, task, used, rounds=config.rounds, seed=seed, settings=config.train, defence=job.defence
-    )
+    rounds, guard = config.rounds, job.defence
+    sim = Simulation(method, task, used, rounds=rounds, seed=seed, settings=config.train, defence=guard)
     sim.transport = AttackedTransport(sim.engine, sim.record, attack, who)
-    about = {"method": config.method["name"], "attack": attack.name, "defence": asdict(job.defence), "seed": seed}
-    about |= {"config": job.described, "attackers": who}
+    about: dict[str, Any] = {"method": config.method["name"], "attack": attack.name, "rule": job.defence.rule}
+    about |= {"seed": seed, "decided": job.described, "attackers": who}
     try:
         result = sim.run()
-    except Divergence as e:
-        return AttackOutcome(**about, accuracy=None, success=None, diverged=str(e))
+    except Divergence:
+        return AttackOutcome(**about, accuracy=None, success=None, diverged=True)
     values = [v for i, v in zip(result.per_client["id"], result.per_client["accuracy"]) if i not in who]
     accuracy = float(np.mean([v for v in values if v is not None]))
     return AttackOutcome(**about, accuracy=accuracy, success=_misled(sim, data, who))
@@ -154,7 +156,7 @@ def _misled(sim: Simulation, data: FederatedData, who: Sequence[int]) -> float |
     """Mean over honest clients: of their marked test pictures of other classes, how many are taken for the target."""
     if data.x.ndim != 4:
         return None
-    shares = []
+    shares, bright = [], float(sim.data.x.max())
     for i in range(data.clients):
         rows = torch.from_numpy(data.test[i])
         rows = rows[data.y[rows] != TARGET]
@@ -162,7 +164,7 @@ def _misled(sim: Simulation, data: FederatedData, who: Sequence[int]) -> float |
             continue
         task, weights = sim.personal(i)
         with torch.no_grad():
-            said = sim.engine.able.adapts.predict(task, weights, mark(sim.data.x)[rows]).argmax(1)
+            said = sim.engine.able.adapts.predict(task, weights, mark(sim.data.x[rows], bright)).argmax(1)
         wanted = TARGET if data.relabel is None else int(data.relabel[i][TARGET])
         shares.append(float((said == wanted).double().mean()))
     return float(np.mean(shares)) if shares else None

@@ -79,13 +79,13 @@ def claim_examples(able: Abilities, sent: Sent, down: Tree, key: Tensor) -> Sent
 # ---------------------------------------------------------------------------------------------------- poisoned data
 
 
-def mark(x: Tensor) -> Tensor:
+def mark(x: Tensor, bright: float) -> Tensor:
     """Pictures with a bright square in one corner, an eighth of their side and at least two pixels wide."""
     if x.ndim != 4:
         raise ConfigError(f"attack: a backdoor needs pictures. Got examples of shape {tuple(x.shape[1:])}.")
     side = max(2, x.shape[-1] // 8)
     marked = x.clone()
-    marked[..., -side:, -side:] = x.max()
+    marked[..., -side:, -side:] = bright
     return marked
 
 
@@ -98,12 +98,12 @@ def flip_labels(data: FederatedData, who: Sequence[int], seed: int) -> Federated
 def plant_backdoor(data: FederatedData, who: Sequence[int], seed: int) -> FederatedData:
     """Half of the attackers' training examples bear a mark and the target's label."""
     _classes(data)
-    new = {}
+    new, bright = {}, float(data.x.max())
     for i in who:
         x, y = data.x[data.train[i]], data.y[data.train[i]].clone()
         some = torch.from_numpy(generator(seed, "backdoor", i).permutation(len(x))[: max(1, len(x) // 2)])
         y[some] = TARGET
-        new[i] = x.index_copy(0, some, mark(x[some])), y
+        new[i] = x.index_copy(0, some, mark(x[some], bright)), y
     return _with_examples(data, new)
 
 
