@@ -474,8 +474,8 @@ def attacks_page() -> str:
         upload *changes* of what its client was sent: parts that have the name and shape of a part of the download by
         their difference from it, others (gradients, sums, coefficients) as they are. Every part is cut, all its tensors
         together, to quantile {guard.quantile:g} of the norms of that part in the last {guard.window} rounds with
-        uploads, and no upload weighs more than {guard.most_weight:g} medians of recent weights. What has no past yet (the
-        first round, a part that was zero so far) waits until the round is in and is judged by the round itself; three
+        uploads, and no upload weighs more than {guard.most_weight:g} medians of recent weights. What has no past yet
+        (the first round, a part that was zero so far) waits until the round is in and is judged by the round; three
         values are the least that say what is usual. Norms are remembered as they came, before they were cut, and a
         checkpoint holds them, so that a run that goes on has the same bits. In a deployment uploads whose change has
         more than `--norm-factor` times the median norm are still refused.
@@ -485,14 +485,14 @@ def attacks_page() -> str:
         `metrics.jsonl` says how many uploads were clipped and capped, the bounds, and who was cut most; the log and
         `fedspan deploy status` tell of it too.
 
-        The tables are of `fedspan attack`, in which a tenth of the clients, drawn by the seed, is dishonest from the first
-        round on. Success of a backdoor is how often a mark in a corner makes an honest client's model say the
+        The tables are of `fedspan attack`, in which a tenth of the clients, drawn by the seed, is dishonest from the
+        first round on. Success of a backdoor is how often a mark in a corner makes an honest client's model say the
         attacker's class. The constants were chosen on seeds 0 to 8 of the same experiments."""
     limits = """\
         What it does not do: an attacker whose change has a usual norm is believed, so a plain backdoor works as well as
         without, and flipped labels are not found; with half of the clients dishonest the median is theirs. Integers (a
-        chosen cluster) are not judged. Clients of different ranks share the bounds of their parts. In a federation of two
-        nothing is judged, as two norms do not say what is usual."""
+        chosen cluster) are not judged. Clients of different ranks share the bounds of their parts. In a federation of
+        two nothing is judged, as two norms do not say what is usual."""
     parts = [
         textwrap.dedent(intro).splitlines(),
         [

@@ -1,9 +1,9 @@
 """A first defence against clients that lie: changes are clipped to what is usual, and weights are capped.
 
 Judged is what an upload changes of what its client was sent, not the upload as a whole. Every part of it (parameters,
-a gradient, a prototype) is cut to a quantile of recent norms of that part, and a client's weight to a multiple of the recent
-median. A bound comes from rounds before, so that uploads can be added up as they come; what has no past (the first
-round, a part that was zero so far) waits until the round is in, and is then judged by the round itself.
+a gradient, a prototype) is cut to a quantile of recent norms of that part, and a client's weight to a multiple of the
+recent median. A bound comes from rounds before, so that uploads can be added up as they come; what has no past (the
+first round, a part that was zero so far) waits until the round is in, and is then judged by the round itself.
 
 Parts have bounds of their own, as they are of different kinds: coefficients of the size of one beside a change a
 hundredth of that, and one bound for both would leave the change free.
