@@ -42,6 +42,7 @@ class LocalTransport:
 
     def __init__(self, engine: Engine, record: Record, devices: Devices | None = None) -> None:
         self.engine, self.record, self.settings = engine, record, record.settings
+        self.defence = record.defence
         self.data: FederatedData = engine.data
         self.capacities = record.capacities
         self.parameters = sum(p.numel() for p in engine.task.init().values())
@@ -56,6 +57,7 @@ class LocalTransport:
     def __getstate__(self) -> dict[str, Any]:
         """What a spawned worker needs to handle chunks: all but what only this process may touch."""
         here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_trained": [], "_replaced": []}
+        here["_shared"] = {}
         return self.__dict__ | here
 
     @property
@@ -96,7 +98,7 @@ class LocalTransport:
         lost = dropped(list(sampled), self.settings, self.engine.seed, t)
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
         jobs = self._jobs("train", t, going, ledger, {i: len(self.data.train[i]) for i in going}, Direction.DOWN)
-        usual = DefenceHistory(self.record.defence, self.record.progress.usual)
+        usual = DefenceHistory(self.defence, self.record.progress.usual)
         for job in jobs:
             job.meta["answering"] = [i not in lost for i in job.meta["ids"]]
             job.meta["bounds"] = usual.before
@@ -126,7 +128,7 @@ class LocalTransport:
                     meta, answer = self._judged_late(job, meta, answer, bounds)
                     cuts |= dict(meta["cut"])
                 got.add(meta["answered"], meta["weights"], answer["each"], answer["total"])
-        if self.record.defence.on:
+        if self.defence.on:
             usual.note(measured)
             got.facts["defence"] = defence.said(bounds, cuts, self.data.names)
         if self.clock is not None:
@@ -247,7 +249,7 @@ class LocalTransport:
         facts = {"bad": [], "answered": names, "bytes": sizes, "measured": [], "cut": [], "held": False}
         own = data["own"] if len(heard) == len(ids) else tree.take(data["own"], heard)
         sent = self._arrived(t, names, sent, broadcast["shared"], own)
-        if self.record.defence.on and names:
+        if self.defence.on and names:
             downs = defence.downloads(broadcast["shared"], own, len(names))
             measured = [defence.measure(able, tree.take(sent, k), down) for k, down in enumerate(downs)]
             facts["measured"] = [one.values for one in measured]
