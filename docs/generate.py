@@ -491,8 +491,8 @@ def attacks_page() -> str:
     limits = """\
         What it does not do: an attacker whose change has a usual norm is believed, so a plain backdoor works as well as
         without, and flipped labels are not found; with half of the clients dishonest the median is theirs. Integers (a
-        chosen cluster) are not judged. Clients of different ranks share the bounds of their parts. In a federation of
-        two nothing is judged, as two norms do not say what is usual."""
+        chosen cluster) are not judged. Clients of different ranks share the bounds of their parts. Of two
+        clients a liar is half, and nobody can say which half."""
     parts = [
         textwrap.dedent(intro).splitlines(),
         [
