@@ -173,7 +173,12 @@ def federation(
         yield made
     finally:
         made.stop()
-        left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and _ours(p, folder)]
+        end = time.monotonic() + 30
+        # What a node started that was turned away ends by itself, a little later.
+        while left := [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and _ours(p, folder)]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.5)
         if left:
             print(f"  LEFT OVER: {[p.pid for p in left]}")
             globals()["leftovers"] = True
