@@ -21,7 +21,7 @@ from fedspan.deploy.operations.keys import make_keys, write_private
 from fedspan.deploy.operations.membership import Membership
 from fedspan.deploy.operations.node_bundle import install_bundle
 from fedspan.deploy.operations.node_request import read_request, request_place, request_renewal
-from fedspan.deploy.places import FILE, NOBODY, LiveRoster, read_places, write_places
+from fedspan.deploy.roster_file import FILE, NOBODY, LiveRoster, read_places, write_places
 from fedspan.errors import ConfigError, FedspanError
 
 Change = Callable[[dict[str, Any]], Any]
@@ -262,8 +262,8 @@ def test_a_bundle_is_for_its_node_alone(fed: Membership, tmp_path: Path) -> None
         install_bundle(tmp_path / "rome", sent)
     (tmp_path / "rome" / "ca.crt").unlink()
     install_bundle(tmp_path / "rome", sent)
+    write_private(tmp_path / "rome" / "node.crt", foreign["certificate"].encode(), replace=True)
     with pytest.raises(ConfigError, match="is for another key than"):
-        write_private(tmp_path / "rome" / "node.crt", foreign["certificate"].encode(), replace=True)
         start_node(tmp_path / "rome", "localhost:1", {})
 
 

@@ -638,17 +638,20 @@ def join() -> bool:
         print(f"  node-0 has a new key since round {renewed_at}; trains with it in round {again}", flush=True)
 
         seen, revoked_at = len((f.server.folder / "superlink.log").read_text()), f.until_round(name, 0)["round"]
+        (pid,) = (e["pid"] for e in processes.running(f.folder / "node-1") if e["name"] == "supernode")
         begun = time.monotonic()
         members.revoke("node-1", "it was asked to leave")
         took = time.monotonic() - begun
         without = answering("node-1", revoked_at, absent=True)
+        # As its parent this process must wait for it: until then what it started believes that it lives.
+        ended = psutil.wait_procs([psutil.Process(pid)], timeout=120)[0]
         last = f.until_round(name, without + 2)["round"]
         turned_away = SIGNS.findall((f.server.folder / "superlink.log").read_text()[seen:])
         print(
             f"  node-1 was revoked in {took:.2f} s after round {revoked_at}; not used from round {without} on",
             flush=True,
         )
-        print(f"  the SuperLink turned it away: {turned_away[:1]}", flush=True)
+        print(f"  the SuperLink turned it away: {turned_away[:1]}; its SuperNode has ended: {bool(ended)}", flush=True)
 
         os.kill(int(f.server.status(name)["pid"]), signal.SIGKILL)  # and a run goes on with the new roster
         time.sleep(2)
@@ -668,7 +671,9 @@ def join() -> bool:
         except FedspanError as e:
             print(f"  edited: {e}")
         fine = done["state"] == "finished" and lines[-1]["answered"] == 3 and "node-1" not in later
-        fine &= "late" in used[last + 2] and "node-0" in used[last + 2] and first <= at + 2 and bool(turned_away)
+        fine &= (
+            "late" in used[last + 2] and "node-0" in used[last + 2] and first <= at + 2 and bool(turned_away and ended)
+        )
         fine &= lines[0]["missing"] == {"place-3": "its place is empty"} and lines[empty - 1]["answered"] == 3
         return fine and events["admitted"] == events["renewed"] == events["revoked"] == 1
 

@@ -366,7 +366,7 @@ def export(
 def places_of(made: Deployment) -> list[dict[str, Any]]:
     """The places of a federation, as they are shown."""
     from fedspan.deploy.operations.keys import fingerprint
-    from fedspan.deploy.places import read_places
+    from fedspan.deploy.roster_file import read_places
 
     return [
         {
@@ -383,7 +383,7 @@ def places_of(made: Deployment) -> list[dict[str, Any]]:
 def announce_ends(made: Deployment) -> None:
     """Say what ends soon or has ended: the server's certificates, and nodes' keys."""
     from fedspan.deploy.operations.keys import check_date, check_server_dates
-    from fedspan.deploy.places import read_places
+    from fedspan.deploy.roster_file import read_places
 
     notes: list[str | None] = [*check_server_dates(made.folder)]
     for p in read_places(made.folder).places:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.config import RunConfig, to_toml
-from fedspan.deploy import places
+from fedspan.deploy import roster_file
 from fedspan.deploy.experiment import DataKind
 from fedspan.deploy.node import worker
 from fedspan.deploy.node.owner_policy import read_policy, write_template
@@ -47,7 +47,7 @@ class Deployment:
         self.folder = folder.resolve()
         if not (self.folder / "ca.crt").is_file():
             raise ConfigError(f"Deploy: {folder} must be the server's folder of fedspan deploy keys.")
-        if not (self.folder / places.FILE).is_file():
+        if not (self.folder / roster_file.FILE).is_file():
             adopt_earlier(self.folder, self._facts().get("nodes", {}))
 
     # ------------------------------------------------------------------------------------------------ the SuperLink
@@ -97,11 +97,11 @@ class Deployment:
 
     def register(self) -> dict[str, int]:
         """Make the SuperLink know the admitted keys, and forget the others; which node has which id, in their order."""
-        with places.changing_places(self.folder) as held:
+        with roster_file.changing_places(self.folder) as held:
             held = self.synchronise(held)
         return {p.name: p.node for p in held.places if p.state == "admitted" and p.name and p.node}
 
-    def synchronise(self, held: places.Places) -> places.Places:
+    def synchronise(self, held: roster_file.Places) -> roster_file.Places:
         """Register keys that are not yet, and unregister those that shall go, with the SuperLink that runs.
 
         A step that was done before a crash is found again: a key is registered once, and forgotten once.
@@ -117,7 +117,7 @@ class Deployment:
             for node in {n.node_id for n in listed if n.status != "unregistered"} & {*held.unregister}:
                 control.UnregisterNode(UnregisterNodeRequest(node_id=node))
             held = held.model_copy(update={"unregister": []})
-            places.write_places(self.folder, held)
+            roster_file.write_places(self.folder, held)
             for i in new:
                 place = held.places[i]
                 key = public_key_to_bytes(public_key(str(place.public_key), f"Node {place.name}"))
@@ -125,13 +125,13 @@ class Deployment:
                 request = RegisterNodeRequest(public_key=key, name=place.name)
                 node = known[0] if known else control.RegisterNode(request).node_id
                 held = held.replaced(i, place.model_copy(update={"node": int(node)}))
-                places.write_places(self.folder, held)
+                roster_file.write_places(self.folder, held)
         return held
 
     @property
     def clients(self) -> int:
         """How many places the federation has."""
-        return len(places.read_places(self.folder).places)
+        return len(roster_file.read_places(self.folder).places)
 
     # ------------------------------------------------------------------------------------------------ runs
 

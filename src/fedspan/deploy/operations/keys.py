@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedspan.deploy.audit_log import AuditLog
 from fedspan.deploy.node.owner_policy import write_template
-from fedspan.deploy.places import MOST_PLACES, Place, empty_places, write_places
+from fedspan.deploy.roster_file import MOST_PLACES, Place, empty_places, write_places
 from fedspan.errors import ConfigError, safe_name
 from fedspan.storage.atomic import replacing
 from fedspan.storage.toml import read_small

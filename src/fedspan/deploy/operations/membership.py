@@ -23,7 +23,7 @@ from fedspan.deploy.operations.keys import (
 )
 from fedspan.deploy.operations.node_bundle import NodeBundle, check_address
 from fedspan.deploy.operations.node_request import NodeRequest, read_request
-from fedspan.deploy.places import Place, Places, changing_places, write_places
+from fedspan.deploy.roster_file import Place, Places, changing_places, write_places
 from fedspan.errors import ConfigError, FedspanError, nearest
 
 

@@ -27,7 +27,7 @@ from fedspan.deploy.operations.keys import (
     read_node_key,
     write_private,
 )
-from fedspan.deploy.places import MOST_PLACES, NodeName
+from fedspan.deploy.roster_file import MOST_PLACES, NodeName
 from fedspan.deploy.server.answers import CheckedFacts, describe_fault
 from fedspan.errors import ConfigError
 from fedspan.storage.atomic import fsync_directory

@@ -25,7 +25,7 @@ from fedspan.deploy.operations.keys import (
     public_text,
     read_node_key,
 )
-from fedspan.deploy.places import NodeName, PublicKey
+from fedspan.deploy.roster_file import NodeName, PublicKey
 from fedspan.deploy.server.answers import CheckedFacts, describe_fault
 from fedspan.errors import ConfigError, safe_name
 from fedspan.storage.atomic import write_atomic

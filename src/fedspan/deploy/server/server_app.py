@@ -25,7 +25,7 @@ def main(grid: Grid, context: Context) -> None:
     from fedspan.deploy.audit_log import AuditLog
     from fedspan.deploy.experiment import read_experiment
     from fedspan.deploy.operations.deployment import Deployment
-    from fedspan.deploy.places import LiveRoster
+    from fedspan.deploy.roster_file import LiveRoster
     from fedspan.deploy.server.database import trim_database
     from fedspan.deploy.server.quota_grid import QuotaGrid
     from fedspan.deploy.server.server import Server
