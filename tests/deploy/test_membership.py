@@ -275,6 +275,7 @@ def test_what_has_expired_is_refused_and_what_ends_soon_is_announced(tmp_path: P
     made = Deployment(tmp_path / "old" / "server")
     with pytest.raises(ConfigError, match=r"the server's certificate has expired on .* Renew it with"):
         made.start()
+    assert "the server's certificate has expired" in call("deploy", "status", str(tmp_path / "old")).stderr
     with pytest.raises(ConfigError, match="the key of a has expired on"):
         start_node(tmp_path / "old" / "a", "localhost:1", {})
     assert "has expired" in node_status(tmp_path / "old" / "a")["fault"]

@@ -8,7 +8,8 @@ import os
 import platform
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -240,6 +241,7 @@ def run(
     """Order a run; one that was interrupted goes on after its last round."""
     needs_flower()
     from fedspan.deploy.operations.deployment import Deployment, watch_run
+    from fedspan.deploy.operations.keys import check_server_dates
     from fedspan.deploy.policy import Policy
 
     made = Deployment(folder / "server")
@@ -248,6 +250,7 @@ def run(
         raise ConfigError(f"deploy run: a federation must have at least 2 places. Got {made.clients}.")
     config = _config(exp, [*(overrides or []), f"partition.clients={made.clients}"])
     policy = Policy(deadline=deadline, quorum=quorum, over_selection=over_selection, norm_factor=norm_factor)
+    check_server_dates(made.folder)
     number = made.submit(config, _kind(config, None, shape), policy, fresh=fresh)
     who = f"{len(known)} nodes in {made.clients} places"
     say(f"Run {number} is ordered: {config.method['name']}, {config.rounds} rounds, {who}.")
@@ -385,17 +388,18 @@ def announce_ends(made: Deployment) -> None:
     from fedspan.deploy.operations.keys import check_date, check_server_dates
     from fedspan.deploy.roster_file import read_places
 
-    notes: list[str | None] = [*check_server_dates(made.folder)]
+    ends: list[Callable[[], list[str]]] = [partial(check_server_dates, made.folder)]
     for p in read_places(made.folder).places:
         if p.state == "admitted" and p.expires is not None:
-            try:
-                notes.append(
-                    check_date(f"the key of {p.name}", p.expires, f"Renew it: fedspan deploy renew DIR {p.name}")
-                )
-            except ConfigError as e:
-                notes.append(str(e))
-    for text in filter(None, notes):
-        note(text)
+            what, remedy = f"the key of {p.name}", f"Renew it: fedspan deploy renew DIR {p.name}"
+            ends.append(partial(check_date, what, p.expires, remedy))
+    for check in ends:
+        try:
+            notes = check()
+        except ConfigError as e:
+            notes = [str(e)]
+        for text in notes:
+            note(text)
 
 
 def _show_node(found: dict[str, Any], as_json: bool) -> None:

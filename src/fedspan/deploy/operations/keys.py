@@ -214,8 +214,8 @@ def parse_certificate(raw: bytes, where: str) -> x509.Certificate:
         raise ConfigError(f"Deploy: {where} must be a certificate. It cannot be read ({type(e).__name__}).") from None
 
 
-def check_date(what: str, end: datetime.datetime, remedy: str) -> str | None:
-    """A sentence if something ends soon.
+def check_date(what: str, end: datetime.datetime, remedy: str) -> list[str]:
+    """A sentence if something ends soon, none otherwise.
 
     Raises:
         ConfigError: if it has ended.
@@ -224,8 +224,8 @@ def check_date(what: str, end: datetime.datetime, remedy: str) -> str | None:
     if left <= datetime.timedelta(0):
         raise ConfigError(f"Deploy: {what} has expired on {end:%Y-%m-%d}. {remedy}.")
     if left <= SOON:
-        return f"{what} expires on {end:%Y-%m-%d}, in {left.days} days. {remedy}."
-    return None
+        return [f"{what} expires on {end:%Y-%m-%d}, in {left.days} days. {remedy}."]
+    return []
 
 
 SERVER_REMEDY = "Renew it with `fedspan deploy renew DIR server`, and start the server again"
@@ -242,7 +242,7 @@ def check_server_dates(server: Path) -> list[str]:
     ends = [("the authority's certificate", AUTHORITY, AUTHORITY_REMEDY)]
     ends.append(("the server's certificate", "server.crt", SERVER_REMEDY))
     notes = [check_date(what, read_certificate(server / f).not_valid_after_utc, todo) for what, f, todo in ends]
-    return [n for n in notes if n]
+    return [text for some in notes for text in some]
 
 
 def check_node_dates(node: Path) -> list[str]:
@@ -260,7 +260,7 @@ def check_node_dates(node: Path) -> list[str]:
                 f"Node: {node / CERTIFICATE} is for another key than {node / KEY}. Give deploy node its --bundle again."
             )
     notes = [check_date(what, read_certificate(node / f).not_valid_after_utc, todo) for what, f, todo in ends]
-    return [n for n in notes if n]
+    return [text for some in notes for text in some]
 
 
 def certified_key(certificate: x509.Certificate) -> str | None:
