@@ -16,7 +16,7 @@ from fedspan.deploy import roster_file
 from fedspan.deploy.experiment import DataKind
 from fedspan.deploy.node import worker
 from fedspan.deploy.node.owner_policy import read_policy, write_template
-from fedspan.deploy.operations import prefork, processes
+from fedspan.deploy.operations import prefork, processes, unix_socket
 from fedspan.deploy.operations.keys import adopt_earlier, check_node_dates, check_server_dates, public_key
 from fedspan.deploy.policy import Policy
 from fedspan.errors import ConfigError, FedspanError, safe_name
@@ -62,6 +62,7 @@ class Deployment:
         check_server_dates(self.folder)
         if processes.running(self.folder):
             raise ConfigError(f"Deploy: {self.folder} is running already. Stop it first: fedspan deploy stop.")
+        processes.stop(self.folder)  # what a killed SuperLink has left: its ServerApp would keep the run directory
         port = port or processes.free_port()
         pid = processes.start(self.folder, "superlink", self.command(port), self.environment())
         self._write("server.json", {**self._facts(), "port": port})
@@ -265,16 +266,18 @@ def start_node(
     if processes.running(folder):
         raise ConfigError(f"Deploy: the node in {folder} is running already. Stop it first: fedspan deploy stop.")
     check_node_dates(folder)
+    processes.stop(folder)  # what killed processes have left
     write_template(folder)
     read_policy(folder)  # one that cannot be read is said here, and not only to the server
     write_atomic(folder / "node.json", json.dumps(settings | {"server": superlink}, indent=1))
     env = processes.environment(folder / "flwr", FEDSPAN_NODE=str(folder))
     modules = {"worker": "fedspan.deploy.node.worker", "prefork": "fedspan.deploy.operations.prefork"}
-    helpers = {"worker": worker.NOTE, "prefork": prefork.NOTE} if warm else {}
+    forks = warm and sys.platform == "linux"  # elsewhere a process that has imported gRPC must not be forked
+    helpers = ({"worker": worker.NOTE} if warm else {}) | ({"prefork": prefork.NOTE} if forks else {})
     for name, note in helpers.items():
-        (folder / note).unlink(missing_ok=True)
+        unix_socket.remove_note(folder / note)
         processes.start(folder, name, [sys.executable, "-m", modules[name], str(folder)], env)
-    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if warm else {}
+    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if forks else {}
     processes.start(folder, "supernode", node_command(folder, superlink), env | first)
     for name, note in helpers.items():
         processes.wait_for(f"the {name}", (folder / note).exists, seconds, folder, name)
