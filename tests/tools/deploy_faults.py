@@ -641,8 +641,8 @@ def join() -> bool:
 
     with federation(3, places=4) as f:
         members, sent = Membership(f.server, f"{LOOPBACK}:{f.server.port}"), f.folder / "sent.json"
-        name, _ = f.order("rounds=500", "train.evaluate_every=500", deadline=120.0)
-        empty = f.until_round(name, 2)["round"]
+        name, number = f.order("rounds=500", "train.evaluate_every=500", deadline=120.0)
+        empty = f.until_round(name, number, 2)["round"]
 
         def handed_over(i: int, how: Callable[[], Any]) -> float:
             """Give a node its bundle and start it; when it was admitted."""
@@ -667,19 +667,19 @@ def join() -> bool:
         asked = f.folder / "late.request.json"
         request_place(f.folder / "late", "late", asked)
         begun = handed_over(3, lambda: members.admit(asked))
-        started, at = time.monotonic() - begun, f.until_round(name, 0)["round"]
+        started, at = time.monotonic() - begun, f.until_round(name, number, 0)["round"]
         first = answering("late", at)
         print(f"  admitted and started in {started:.1f} s, after round {at}; trains from round {first}", flush=True)
 
         request_renewal(f.folder / "node-0", "node-0", asked)
-        renewed_at = f.until_round(name, 0)["round"]
+        renewed_at = f.until_round(name, number, 0)["round"]
         renewed = members.renew(str(asked))
         processes.stop(f.folder / "node-0")
         handed_over(0, lambda: renewed)
         again = answering("node-0", renewed_at + 1)
         print(f"  node-0 has a new key since round {renewed_at}; trains with it in round {again}", flush=True)
 
-        seen, revoked_at = len((f.server.folder / "superlink.log").read_text()), f.until_round(name, 0)["round"]
+        seen, revoked_at = len((f.server.folder / "superlink.log").read_text()), f.until_round(name, number, 0)["round"]
         (pid,) = (e["pid"] for e in processes.running(f.folder / "node-1") if e["name"] == "supernode")
         begun = time.monotonic()
         members.revoke("node-1", "it was asked to leave")
@@ -687,7 +687,7 @@ def join() -> bool:
         without = answering("node-1", revoked_at, absent=True)
         # As its parent this process must wait for it: until then what it started believes that it lives.
         ended = psutil.wait_procs([psutil.Process(pid)], timeout=120)[0]
-        last = f.until_round(name, without + 2)["round"]
+        last = f.until_round(name, number, without + 2)["round"]
         turned_away = SIGNS.findall((f.server.folder / "superlink.log").read_text()[seen:])
         print(
             f"  node-1 was revoked in {took:.2f} s after round {revoked_at}; not used from round {without} on",
