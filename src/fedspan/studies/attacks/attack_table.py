@@ -66,10 +66,10 @@ def to_markdown(outcomes: Sequence[AttackOutcome]) -> str:
     for name, attack in ATTACKS.items():
         some = [o for o in outcomes if o.attack == name]
         if some:
-            cells = [_cell(some, m, r, _accuracy) for m in methods for r in rules]
+            cells = [_cell(some, m, r, len(seeds), _accuracy) for m in methods for r in rules]
             lines.append(f"| {name}: {attack.sentence} | {' | '.join(cells)} |")
         if some and attack.backdoor:
-            cells = [_cell(some, m, r, _success) for m in methods for r in rules]
+            cells = [_cell(some, m, r, len(seeds), _success) for m in methods for r in rules]
             lines.append(f"| {name}: success | {' | '.join(cells)} |")
     lines += [
         "",
@@ -115,13 +115,20 @@ def _success(o: AttackOutcome) -> float | None:
 
 
 def _cell(
-    outcomes: Sequence[AttackOutcome], method: str, rule: str, of: Callable[[AttackOutcome], float | None]
+    outcomes: Sequence[AttackOutcome],
+    method: str,
+    rule: str,
+    seeds: int,
+    of: Callable[[AttackOutcome], float | None],
 ) -> str:
+    """One number, with what limits it: runs that diverged, seeds that were not run."""
     mine = [o for o in outcomes if o.method == method and o.rule == rule]
     lost = sum(o.diverged for o in mine)
     value = _mean(mine, method, None, rule, of)
+    limits = [f"{lost} of {len(mine)} diverged"] if lost else []
+    limits += [f"{len(mine)} of {seeds} seeds"] if 0 < len(mine) < seeds else []
     shown = "" if value is None else f"{value:.1f}"
-    return f"{shown} ({lost} of {len(mine)} diverged)".strip() if lost else shown or "n/a"
+    return f"{shown} ({', '.join(limits)})".strip() if limits else shown or "n/a"
 
 
 def _mean(
