@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from conftest import assert_same, failing, make_data, make_task
 from fedspan import tree, wire
 from fedspan.deploy.envelope import seal, unseal
 from fedspan.deploy.experiment import read_config
+from fedspan.deploy.local_grid import AT_ONCE
 from fedspan.deploy.node import worker
 from fedspan.deploy.operations import prefork, unix_socket
 from fedspan.deploy.operations.keys import make_keys
@@ -32,6 +34,7 @@ from fedspan.deploy.server.server import Server
 from fedspan.errors import CheckpointError, ConfigError, Refused
 from fedspan.method import Abilities
 from fedspan.methods import FedAvg, FedLoRU, FedRep, make
+from fedspan.simulation.defence import Defence
 from fedspan.tree import Outer
 from tools.fuzz_uploads import fuzz
 
@@ -95,6 +98,31 @@ def test_a_bad_upload_costs_its_sender_only(case: str, tmp_path: Path) -> None:
     assert line["refused"]["n2"].startswith("client n2: ") and reason in line["refused"]["n2"]
     assert server.record.progress.deployed["nodes"]["2"]["refused"] == 1
     assert honest.record.lines[0]["missing"] == {"n2": "no answer before the deadline"}
+
+
+def test_a_change_is_refused_where_the_whole_upload_would_pass(tmp_path: Path) -> None:
+    server, grid = deployed(FedAvg(lr=1e-4), tmp_path, rounds=1, clients=4)
+    start = tree.map(torch.clone, server.record.server["theta"])
+    far = lambda f, u: u["mean"].update(theta=tree.map(lambda t: 1.5 * t, start))  # 1.5 times the usual whole
+    grid.spoil = only(2, "train", far)
+    server.run()
+    refused = server.record.lines[0]["refused"]
+    assert list(refused) == ["n2"] and "the change's norm must be at most" in refused["n2"]
+
+
+def test_who_is_cut_most_is_named_in_the_log(tmp_path: Path) -> None:
+    said: list[str] = []
+    experiment = replace(experiment_of(FedAvg(), make_task(), 2), defence=Defence(rule="clip"))
+    server, grid = deployed_on(experiment, make_data(clients=5), tmp_path, replace(AT_ONCE, norm_factor=1e9))
+    server.log = server.transport.log = said.append
+    grid.spoil = only(3, "train", lambda f, u: first_upload(u, 1e6))
+    server.run()
+    for line in server.record.lines:
+        told = line["defence"]
+        assert next(iter(told["most_cut"])) == "n3" and told["most_cut"]["n3"]["theta"] < 1e-4
+        assert not line["refused"] and told["bounds"]["theta"] < 100
+    assert any(s.startswith("Round 1: client n3 was cut; ") and s.endswith("of its theta is left.") for s in said)
+    assert any("clipped" in s and s.startswith("Round 2 of 2: 5 of 5 answered, ") for s in said)
 
 
 def test_an_answer_from_another_node_or_to_another_round_is_not_counted(tmp_path: Path) -> None:

@@ -214,7 +214,8 @@ def simulated(*overrides: str, file: Path = LOCAL, clients: int = 3) -> Any:
     config = load_config(file, [f"partition.clients={clients}", *overrides]).resolve()
     method, task, data = assemble(config)
     settings = Settings(**{**vars(config.train), "mapping": "loop", "workers": 1, "evaluate_every": 1000})
-    sim = Simulation(method, task, data, rounds=config.rounds, seed=config.seed, settings=settings)
+    guard = config.defence
+    sim = Simulation(method, task, data, rounds=config.rounds, seed=config.seed, settings=settings, defence=guard)
     sim.run()
     return sim.record.server
 

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from fedspan import __version__
 from fedspan.cli.analyse import analyse
+from fedspan.cli.attack import attack
 from fedspan.cli.bytes import bytes_
 from fedspan.cli.capacity import capacity
 from fedspan.cli.code import with_code
@@ -83,7 +84,7 @@ for command in (
     app.command()(command)
 for command in (watch, targets, methods, data, with_code(partition), doctor):
     app.command()(command)
-for command in (with_code(export), with_code(onboard), with_code(capacity), theory):
+for command in (with_code(export), with_code(onboard), with_code(capacity), theory, with_code(attack)):
     app.command()(command)
 app.command("bytes")(with_code(bytes_))
 for entry in [*analyse.registered_commands, *deploy.registered_commands]:

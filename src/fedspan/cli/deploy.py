@@ -232,7 +232,9 @@ def run(
     deadline: Deadline = 600.0,
     quorum: Quorum = 0.5,
     over_selection: Over = 0.0,
-    norm_factor: Annotated[float, typer.Option("--norm-factor", help="Times the median norm that is refused.")] = 20.0,
+    norm_factor: Annotated[
+        float, typer.Option("--norm-factor", help="Times the median norm of a change that is refused.")
+    ] = 20.0,
     shape: Annotated[
         str | None, typer.Option("--shape", help="Shape of an example, with commas, where the source is not known.")
     ] = None,
@@ -431,9 +433,12 @@ def _show_node(found: dict[str, Any], as_json: bool) -> None:
 
 def _config(exp: Path, overrides: Sequence[str]) -> RunConfig:
     from fedspan.config import load_config
-    from fedspan.deploy.experiment import deployable
+    from fedspan.deploy.experiment import deployable, with_defence
 
-    return deployable(load_config(exp, overrides).resolve())
+    config = deployable(load_config(exp, overrides).resolve())
+    if config.defence is None:
+        note("[defence] is on, as the file says nothing of it: simulate the run's config.toml for the same numbers.")
+    return with_defence(config)
 
 
 def _warn(config: RunConfig, clients: int) -> None:
@@ -471,7 +476,9 @@ def _tell(body: dict[str, Any]) -> None:
     if body["seconds"] is not None:
         facts.append(f"{body['seconds']:.1f} s")
     refused = sum(v["refused"] for v in body["nodes"].values())
-    say("  " + ", ".join(facts) + (f"; {refused} refused" if refused else ""))
+    guard = body.get("defence") or {}
+    cut = [f"{guard[k]} {k}" for k in ("clipped", "capped") if guard.get(k)]
+    say("  " + "; ".join([", ".join(facts), *([f"{refused} refused"] if refused else []), *cut]))
 
 
 def _outcome(out: Path) -> None:

@@ -79,6 +79,7 @@ def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, re
         config=config.recorded(),
         read_only=read_only,
         devices=config.devices,
+        defence=config.defence,
     )
 
 

@@ -53,7 +53,16 @@ class Server(RoundDriver):
         engine = experiment.engine(stand_in(kind, clients, experiment.seed))
         federation = experiment.federation(clients, roster.groups)
         config = {**experiment.config, "nodes": list(roster.places or map(str, roster.nodes))}
-        record = Record(engine, federation, experiment.settings, config=config, out=out, fresh=fresh, clients=False)
+        record = Record(
+            engine,
+            federation,
+            experiment.settings,
+            config=config,
+            out=out,
+            fresh=fresh,
+            clients=False,
+            defence=experiment.defence,
+        )
         transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log, live, audit)
         super().__init__(engine, record, transport, rounds=experiment.rounds, config=experiment.config)
         self.warnings = warnings.of_settings(experiment.method, clients, experiment.rounds)
@@ -123,6 +132,7 @@ class Server(RoundDriver):
                 for i, name in enumerate(self.roster.names)
             },
             "refused": self.transport.refusals[-20:],
+            "defence": lines[-1].get("defence") if lines else None,
         }
         write_atomic(self.out / "status.json", json.dumps(body, indent=1) + "\n")
 
@@ -132,5 +142,7 @@ def _said(line: Mapping[str, Any], rounds: int) -> str:
     found = line.get("accuracy")
     shown = f", accuracy {100 * found['mean']:.2f} %" if found else ""
     skipped = ", skipped" if line["skipped"] else ""
+    guard = line.get("defence", {})
+    cut = "".join(f", {guard[k]} {k}" for k in ("clipped", "capped") if guard.get(k))
     who = f"{line['answered']} of {line['sampled']} answered"
-    return f"Round {line['round']} of {rounds}: {who}{skipped}{shown}, {line['seconds']:.1f} s."
+    return f"Round {line['round']} of {rounds}: {who}{cut}{skipped}{shown}, {line['seconds']:.1f} s."
