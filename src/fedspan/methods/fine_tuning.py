@@ -1,0 +1,90 @@
+"""FedAvg fitted to a client when its model is used: the controls that no table of personal models should lack."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedspan import tree
+from fedspan.learn.batches import Amount, Batch, Epochs
+from fedspan.learn.task import Task
+from fedspan.method import About, Cautions, Sent, Sharing, Visit
+from fedspan.method.fields import Count, NonNegative
+from fedspan.tree import Params, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuned(Sharing, Cautions):
+    """FedAvg, of whose model some parameters are trained on the client's own data before use, and thrown away."""
+
+    local_stats: ClassVar[bool] = False
+
+    finetune_epochs: Count | None = None
+    """Epochs in which a client fits the received model before use; the run's if not given, 0 is FedAvg."""
+    lr_finetune: NonNegative | None = None
+    """The learning rate of that fit; `lr` if not given."""
+    l2: NonNegative = 0.0
+    """λ, the weight of λ/2 ‖θ_i − θ‖², which holds the fit near the received model θ."""
+
+    @abstractmethod
+    def fitted(self, task: Task) -> Sequence[str]:
+        """Names of the parameters that the fit moves."""
+
+    def proximal_steps(self) -> Mapping[str, float]:
+        lr = self.lr if self.lr_finetune is None else self.lr_finetune
+        return {"lr_finetune·l2": self.optimizer.pull(lr, self.l2)}
+
+    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
+        return {**super().personal_plan(task), "finetune": Epochs(self.finetune_epochs)}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        return self.train_together(task, task.loss, client, down, visit)  # FedAvg: ClientUpdate(k, w)
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        received: Params = super().personal(task, client, down, visit)
+        names = self.fitted(task)
+        still = tree.without(received, [*names, *task.stats])
+
+        def f_i(theta: Params, batch: Batch) -> Tensor:
+            loss = task.loss(still | theta, batch)
+            if self.l2 == 0:
+                return loss
+            return loss + self.l2 / 2 * sum((theta[k] - received[k]).square().sum() for k in names)
+
+        # Where nothing is added and nothing stands still it is the task's own loss, whose steps are the quickest.
+        loss = task.loss if not still and self.l2 == 0 else f_i
+        return still | self.fit(loss, tree.without(received, still), visit["finetune"], self.lr_finetune)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgFineTuned(FineTuned):
+    """FedAvg + fine-tuning. Cheng, Chadha, Duchi, 2021; Collins et al., NeurIPS 2022.
+
+    A control: what FedAvg's model is worth after the client has trained it on its own data. Before use each client
+    trains all of it for `finetune_epochs`; the result is used and thrown away. Symbols: theta = the global model θ,
+    h = the private head if `private_head`. Kept: h. Sent: theta. Running statistics are averaged, as in FedAvg.
+    """
+
+    about = About(reference="Cheng, Chadha, Duchi, 2021; Collins et al., NeurIPS 2022")
+
+    def fitted(self, task: Task) -> Sequence[str]:
+        return task.names
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgHead(FineTuned):
+    """FedAvg's body with a head fitted by each client. Collins et al., NeurIPS 2022.
+
+    A control: what FedAvg's representation is worth without any further exchange. Body and head are trained and
+    averaged as in FedAvg; before use each client trains the head for `finetune_epochs` with the body fixed, and throws
+    it away. Symbols: theta = the global model θ, h = the private head if `private_head`. Kept: h. Sent: theta.
+    """
+
+    about = About(reference="Collins et al., NeurIPS 2022")
+
+    def fitted(self, task: Task) -> Sequence[str]:
+        return task.need_head()
