@@ -197,11 +197,14 @@ def _seen_by_groups(data: FederatedData, dealt: _Deal, shifts: list[str] | None,
         x[own] = apply_shifts(x[own], parse_shift(text), seed, g)
     if dealt.namings is not None:
         y = torch.from_numpy(dealt.namings[groups, y.numpy()])
+    found = {part: [np.searchsorted(every, c).astype(np.int64) for c in held] for part, held in codes.items()}
     return replace(
         data,
         x=x,
         y=y,
-        **{part: [np.searchsorted(every, c) for c in held] for part, held in codes.items()},
+        train=found["train"],
+        validation=found["validation"],
+        test=found["test"],
         membership=None if soft is None else torch.from_numpy(soft),
         group_names=said,
     )

@@ -1,4 +1,4 @@
-"""Feature shifts: what a group of clients does to its examples. `rotate:90`, `noise:0.5`, `blur:1`, `contrast:0.3`, …"""
+"""Feature shifts: what a group of clients does to its examples, e.g. `rotate:90`, `noise:0.5`, `blur:1`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SHIFTS: dict[str, _Kind | None] = {
     "contrast": _Kind("factor on the distance from the picture's mean", 0, 10, True),
     "permute": None,
 }
-"""What there is; those with a kind take an amount after a colon, `none` and `permute` (the same order of features, or of
-pixels, for all of a group) take none."""
+"""What there is; those with a kind take an amount after a colon. `permute` gives a group its own order of features, or of
+pixels."""
 
 
 def parse_shift(text: object) -> tuple[Shift, ...]:

@@ -49,7 +49,7 @@ PARTITIONS: dict[str, PartitionKind] = {
         {"groups": 4, "group_sizes": None} | _SIZES | _SHIFTS,
     ),
     "shifted-groups": PartitionKind(
-        "IID, but every group of clients sees its examples in its own way: shifts, or a full turn divided by the groups",
+        "IID, but every group of clients sees its examples in its own way: by shifts, or else rotated",
         {"groups": None, "group_sizes": None} | _SHIFTS | _SIZES,
     ),
     "mixed-groups": PartitionKind(
