@@ -35,8 +35,8 @@ SHIFTS: dict[str, _Kind | None] = {
     "contrast": _Kind("factor on the distance from the picture's mean", 0, 10, True),
     "permute": None,
 }
-"""What there is; those with a kind take an amount after a colon. `permute` gives a group its own order of features, or of
-pixels."""
+"""What there is; those with a kind take an amount after a colon. `permute` gives a group its own order of features
+(of pictures: of pixels)."""
 
 
 def parse_shift(text: object) -> tuple[Shift, ...]:
