@@ -80,11 +80,14 @@ def compare(
         raise ConfigError("compare: --target, --against and --format go with finished runs. Got an experiment file.")
     from fedspan.cli.running import run_all
     from fedspan.config import load_config
+    from fedspan.studies.tuning import split_spaces
 
     texts = list(overrides or [])
     if tune is not None:
         compare_tuned(exp, texts, listed(methods), seeds, out, tune, tune_seeds, workers, fresh, quiet)
         return
+    if split_spaces(texts)[0]:
+        raise ConfigError("compare: spaces such as method.lr=log:1e-3:1 go with --tune N. Got no --tune.")
     config = load_config(exp, texts)
     names = methods_of(config, listed(methods))
     where = directory(out, config.name)

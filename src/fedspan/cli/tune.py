@@ -61,6 +61,8 @@ def tune(
     Trials run on development seeds 0 to 9. The best configuration is written as best.toml. Needs fedspan[tune].
     """
     from fedspan.config import load_config, to_toml
+    from fedspan.method.fields import keys_of
+    from fedspan.methods import find_method
     from fedspan.studies.tuning import development_seeds, split_spaces
 
     spaces, rest = split_spaces(values)
@@ -69,6 +71,9 @@ def tune(
     config = load_config(exp, rest)
     name = config.method["name"]
     say_dropped(name, config.fields_of(name)[1])
+    for space in spaces:
+        if space.key.startswith("method.") and space.key[7:] not in keys_of(find_method(name)):
+            raise ConfigError(f"tune: {name} has no field '{space.key[7:]}', so it cannot be tuned.")
     chosen = development_seeds(config.seed, seeds)
     where = directory(out, config.name, "tune")
 
@@ -145,13 +150,13 @@ def tune_methods(
             def made(point: Mapping[str, Value], seed: int, name: str = name) -> RunConfig:
                 return _with(exp, rest, point).resolve(name, names, seed)
 
-            outcome = _search(own, made, run, name, trials, chosen, None, True)
+            # None is given up early: trials of equal number and length are the same effort for every method.
+            outcome = _search(own, made, run, name, trials, chosen, None, prune=False)
             best = outcome.best
             steps, before = steps_of(made(best.values, chosen[0]))
             say_edges(outcome, name)
             told = Given(
                 trials=len(outcome.trials),
-                pruned=outcome.count("pruned"),
                 diverged=outcome.count("diverged"),
                 rounds=best.rounds,
                 seeds=chosen,

@@ -27,7 +27,6 @@ class Given(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     trials: int = Field(ge=0)
-    pruned: int = Field(ge=0)
     diverged: int = Field(ge=0)
     rounds: int = Field(ge=0)
     seeds: list[int]
@@ -41,11 +40,10 @@ class Given(BaseModel):
 
     def cells(self) -> list[str]:
         """The cells of its row, without the row's name."""
-        lost = [f"{n} {what}" for n, what in ((self.pruned, "given up early"), (self.diverged, "diverged")) if n]
         chosen = [f"{_short(k)} = {_text(v)}{'*' if k in self.edges else ''}" for k, v in self.chosen.items()]
         spaces = [f"{_short(key)} {space}" for key, space in self.searched.items()]
         return [
-            str(self.trials) + (f" ({', '.join(lost)})" if lost else ""),
+            f"{self.trials}{f' ({self.diverged} diverged)' if self.diverged else ''}",
             str(self.rounds),
             ", ".join(map(str, self.seeds)),
             ", ".join(spaces) or "nothing",

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from fedspan.config import RunConfig
 from fedspan.errors import ConfigError
+from fedspan.method import Abilities
 from fedspan.randomness import generator, number
 from fedspan.report.measures import Measure
 from fedspan.studies.tuning.spaces import Space, Value
@@ -107,8 +108,9 @@ def search(
     for start in range(0, count, BATCH):
         batch = [_ask(optuna, study, spaces, n) for n in range(start, min(start + BATCH, count))]
         found += [t for t, _ in batch]
-        full = make(batch[0][0].values, seeds[0]).rounds
-        for rung in _rungs(full) if prune else [full]:
+        plain = make(batch[0][0].values, seeds[0])
+        full = plain.rounds
+        for rung in _rungs(plain) if prune else [full]:
             alive = [(t, asked) for t, asked in batch if t.state == "running"]
             jobs = [
                 TrialJob(
@@ -183,9 +185,12 @@ def _ask(optuna: Any, study: Any, spaces: Sequence[Space], n: int) -> tuple[Tria
     return Trial(number=n, values={s.key: s.suggest(asked) for s in spaces}), asked
 
 
-def _rungs(rounds: int) -> list[int]:
-    """Rounds at which trials are looked at: about a quarter, a half, the end; all of them are evaluated."""
-    return sorted({min(_quarter(rounds), rounds), min(2 * _quarter(rounds), rounds), rounds})
+def _rungs(config: RunConfig) -> list[int]:
+    """Rounds at which trials are looked at: a quarter, a half, the end; none before the method's own part begins."""
+    rounds, part = config.rounds, _quarter(config.rounds)
+    begins = Abilities(config.only(config.method["name"])).cautions.begins()
+    first = 0 if begins is None else begins.round
+    return [r for r in sorted({part, 2 * part}) if first < r < rounds] + [rounds]
 
 
 def _quarter(rounds: int) -> int:
