@@ -11,9 +11,9 @@ import pytest
 from fedspan.config import RunConfig, from_dict
 from fedspan.errors import ConfigError
 from fedspan.studies.tuning import (
-    Outcome,
     Space,
     TrialJob,
+    TuningOutcome,
     development_seeds,
     reported_seeds,
     search,
@@ -52,7 +52,7 @@ class Response:
         return {"round": config.rounds, self.measure: {"mean": value}, "sampled": 4}
 
 
-def tried(run: Any, trials: int = 16, **more: Any) -> Outcome:
+def tried(run: Any, trials: int = 16, **more: Any) -> TuningOutcome:
     return search(split_spaces([LR])[0], made, run, who="fedavg", trials=trials, seeds=[0], **more)
 
 

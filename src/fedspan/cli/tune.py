@@ -19,7 +19,7 @@ from fedspan.storage.atomic import write_atomic
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
     from fedspan.report.given import Given
-    from fedspan.studies.tuning import Outcome, Space, TrialJob
+    from fedspan.studies.tuning import Space, TrialJob, TuningOutcome
     from fedspan.studies.tuning.search import Runner
     from fedspan.studies.tuning.spaces import Value
 
@@ -103,7 +103,7 @@ def tune(
     say(f"Configuration: {where / 'best.toml'}; all trials: {where / 'tune.json'}")
 
 
-def say_edges(outcome: Outcome, who: str) -> None:
+def say_edges(outcome: TuningOutcome, who: str) -> None:
     """Tell which values nothing brackets."""
     for key, edge in outcome.edges.items():
         note(
@@ -188,7 +188,7 @@ def _search(
     seeds: Sequence[int],
     measure: str | None,
     prune: bool,
-) -> Outcome:
+) -> TuningOutcome:
     from fedspan.studies.tuning import search
 
     for space in spaces:  # both ends of every range are checked before the first trial starts
@@ -197,7 +197,7 @@ def _search(
     return search(spaces, made, run, who=name, trials=trials, seeds=seeds, measure=measure, prune=prune)
 
 
-def _as_json(outcome: Outcome, spaces: Sequence[Space], seeds: Sequence[int]) -> dict[str, Any]:
+def _as_json(outcome: TuningOutcome, spaces: Sequence[Space], seeds: Sequence[int]) -> dict[str, Any]:
     return {
         "measure": outcome.measure.name,
         "higher_is_better": outcome.measure.higher,

@@ -62,7 +62,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TuningOutcome:
     """All trials of a search, and the best of them."""
 
     trials: list[Trial]
@@ -86,7 +86,7 @@ def search(
     seeds: Sequence[int],
     measure: str | None = None,
     prune: bool = True,
-) -> Outcome:
+) -> TuningOutcome:
     """Try values and return the best by a measure on validation parts, mean over clients, then seeds.
 
     Args:
@@ -134,7 +134,9 @@ def search(
         )
     best = min(done, key=lambda t: _badness(t, judge))  # of equals the first
     marks = {s.key: s.edge(best.values[s.key], [t.values[s.key] for t in found]) for s in spaces}
-    return Outcome(trials=found, measure=judge, best=best, edges={k: v for k, v in marks.items() if v is not None})
+    return TuningOutcome(
+        trials=found, measure=judge, best=best, edges={k: v for k, v in marks.items() if v is not None}
+    )
 
 
 def trial_config(config: RunConfig) -> RunConfig:
