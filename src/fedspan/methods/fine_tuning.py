@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,41 +11,30 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import About, Cautions, Sent, Sharing, Visit
+from fedspan.method import About, Cautions, Sent, Sharing, Training, Visit
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTuned(Sharing, Cautions):
-    """FedAvg, of whose model some parameters are trained on the client's own data before use, and thrown away."""
+class FineTuning:
+    """How a client fits the received model before use; the result is used and thrown away."""
 
-    local_stats: ClassVar[bool] = False
+    KEYS: ClassVar[Mapping[str, str]] = {"finetune_epochs": "epochs", "lr_finetune": "lr", "l2": "l2"}
 
-    finetune_epochs: Count | None = None
+    epochs: Count | None = None
     """Epochs in which a client fits the received model before use; the run's if not given, 0 is FedAvg."""
-    lr_finetune: NonNegative | None = None
+    lr: NonNegative | None = None
     """The learning rate of that fit; `lr` if not given."""
     l2: NonNegative = 0.0
     """λ, the weight of λ/2 ‖θ_i − θ‖², which holds the fit near the received model θ."""
 
-    @abstractmethod
-    def fitted(self, task: Task) -> Sequence[str]:
-        """Names of the parameters that the fit moves."""
+    def pull(self, method: Training) -> Mapping[str, float]:
+        """The step size of that term by its name."""
+        return {"lr_finetune·l2": method.optimizer.pull(method.lr if self.lr is None else self.lr, self.l2)}
 
-    def proximal_steps(self) -> Mapping[str, float]:
-        lr = self.lr if self.lr_finetune is None else self.lr_finetune
-        return {"lr_finetune·l2": self.optimizer.pull(lr, self.l2)}
-
-    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
-        return {**super().personal_plan(task), "finetune": Epochs(self.finetune_epochs)}
-
-    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        return self.train_together(task, task.loss, client, down, visit)  # FedAvg: ClientUpdate(k, w)
-
-    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
-        received: Params = super().personal(task, client, down, visit)
-        names = self.fitted(task)
+    def fit(self, method: Training, task: Task, received: Params, names: Sequence[str], visit: Visit) -> Tree:
+        """The received model with the parameters of these names fitted on the stream `finetune`."""
         still = tree.without(received, [*names, *task.stats])
 
         def f_i(theta: Params, batch: Batch) -> Tensor:
@@ -57,11 +45,11 @@ class FineTuned(Sharing, Cautions):
 
         # Where nothing is added and nothing stands still it is the task's own loss, whose steps are the quickest.
         loss = task.loss if not still and self.l2 == 0 else f_i
-        return still | self.fit(loss, tree.without(received, still), visit["finetune"], self.lr_finetune)
+        return still | method.fit(loss, tree.without(received, still), visit["finetune"], self.lr)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgFineTuned(FineTuned):
+class FedAvgFineTuned(Sharing, Cautions):
     """FedAvg + fine-tuning. Cheng, Chadha, Duchi, 2021; Collins et al., NeurIPS 2022.
 
     A control: what FedAvg's model is worth after the client has trained it on its own data. Before use each client
@@ -71,12 +59,26 @@ class FedAvgFineTuned(FineTuned):
 
     about = About(reference="Cheng, Chadha, Duchi, 2021; Collins et al., NeurIPS 2022")
 
-    def fitted(self, task: Task) -> Sequence[str]:
-        return task.names
+    local_stats: ClassVar[bool] = False
+
+    finetune: FineTuning = FineTuning()
+    """How a client fits all of the received model."""
+
+    def proximal_steps(self) -> Mapping[str, float]:
+        return self.finetune.pull(self)
+
+    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
+        return {**super().personal_plan(task), "finetune": Epochs(self.finetune.epochs)}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        return self.train_together(task, task.loss, client, down, visit)  # FedAvg: ClientUpdate(k, w)
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        return self.finetune.fit(self, task, super().personal(task, client, down, visit), task.names, visit)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvgHead(FineTuned):
+class FedAvgHead(Sharing, Cautions):
     """FedAvg's body with a head fitted by each client. Collins et al., NeurIPS 2022.
 
     A control: what FedAvg's representation is worth without any further exchange. Body and head are trained and
@@ -86,5 +88,19 @@ class FedAvgHead(FineTuned):
 
     about = About(reference="Collins et al., NeurIPS 2022")
 
-    def fitted(self, task: Task) -> Sequence[str]:
-        return task.need_head()
+    local_stats: ClassVar[bool] = False
+
+    finetune: FineTuning = FineTuning()
+    """How a client fits the head."""
+
+    def proximal_steps(self) -> Mapping[str, float]:
+        return self.finetune.pull(self)
+
+    def personal_plan(self, task: Task) -> Mapping[str, Amount]:
+        return {**super().personal_plan(task), "finetune": Epochs(self.finetune.epochs)}
+
+    def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
+        return self.train_together(task, task.loss, client, down, visit)  # FedAvg: ClientUpdate(k, w)
+
+    def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        return self.finetune.fit(self, task, super().personal(task, client, down, visit), task.need_head(), visit)
