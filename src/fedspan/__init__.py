@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Observed,
         Ranked,
     )
+    from fedspan.method.disclosure import Discloses
     from fedspan.method.protocol import About, ClientInfo, Down, Federation, Method, Round, Sent, Visit
     from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.report.figures import plot
@@ -60,6 +61,7 @@ __all__ = [
     "ConfigError",
     "Converts",
     "DataError",
+    "Discloses",
     "Divergence",
     "Down",
     "Epochs",
@@ -113,6 +115,7 @@ _PLACES: dict[str, str] = {
     "fedspan.learn.task": "Task",
     "fedspan.method.bases": "Averaging Sharing Training",
     "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Lifts Observed Ranked",
+    "fedspan.method.disclosure": "Discloses",
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
     "fedspan.methods": "METHODS allow_code make register",
     "fedspan.report.figures": "plot",

@@ -267,7 +267,9 @@ def test_bad_terms_are_refused(field: str) -> None:
 def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
     make_keys(tmp_path / "fed", ["a", "b"], ["fed.example.org", "10.0.0.1"])
     server = tmp_path / "fed" / "server"
-    assert {p.name for p in server.iterdir()} == {"ca.crt", "ca.key", "server.crt", "server.key", "nodes"}
+    made = {"ca.crt", "ca.key", "server.crt", "server.key", "roster.json", "audit.jsonl", "audit.lock"}
+    assert {p.name for p in server.iterdir()} == made
+    assert {p.name for p in (tmp_path / "fed" / "a").iterdir()} == {"key", "ca.crt", "node.crt", "node.toml"}
     assert all(p.stat().st_mode & 0o077 == 0 for p in (tmp_path / "fed").rglob("*"))
     assert not (tmp_path / "fed" / "a" / "ca.key").exists()
     from cryptography import x509
@@ -414,10 +416,50 @@ def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path, client: 
     assert sums["n"] == 15
     right = call("deploy", "predict", str(node), "--data", str(tmp_path / "own.npz")).stderr
     assert "right of 60" in right
+    predictions_without_labels(tmp_path, node, x)
     call("deploy", "export", str(node), str(tmp_path / "m.safetensors"))
     with safe_open(tmp_path / "m.safetensors", "pt") as f:
         assert f.metadata()["client_name"] == "clinic" and f.metadata()["plain"] == "true"
         assert set(f.keys()) == set(task.init())
+
+
+def predictions_without_labels(folder: Path, node: Path, x: Any) -> None:
+    """Labels and probabilities in each format, and what is refused."""
+    import csv
+
+    import numpy as np
+
+    from conftest import call
+
+    def predict(out: str, **arrays: Any) -> Path:
+        np.savez(folder / "new.npz", **arrays)
+        call("deploy", "predict", str(node), "--data", str(folder / "new.npz"), "--out", str(folder / out))
+        return folder / out
+
+    with np.load(predict("p.npz", x=x)) as found:
+        labels, chances = found["labels"], found["probabilities"]
+    assert labels.shape == (60,) and chances.shape == (60, 10) and np.allclose(chances.sum(1), 1)
+    assert (chances.argmax(1) == labels).all() and (np.load(predict("p.npy", x=x)) == labels).all()
+    with predict("p.csv", x=x).open(newline="") as stream:
+        head, *rows = csv.reader(stream)
+    assert head == ["example", "label", *(f"p_{k}" for k in range(10))]
+    assert [int(r[1]) for r in rows] == labels.tolist()
+    assert np.allclose([[float(p) for p in r[2:]] for r in rows], chances, rtol=1e-5)
+    for arrays, message in (
+        ({"y": labels}, "an npz needs the array x"),
+        ({"x": x[:, :, :4]}, "x must have shape (1, 8, 8)"),
+        ({"x": x[:0]}, "at least one example"),
+        ({"x": x, "y": labels[:3]}, "y must hold one label per example"),
+        ({"x": np.float32(3)}, "at least one feature"),
+    ):
+        np.savez(folder / "bad.npz", **arrays)
+        assert message in failing("deploy", "predict", str(node), "--data", str(folder / "bad.npz"))
+    (folder / "bad.csv").write_text("1,2\n")
+    assert "must be in a file that ends in .npz" in failing(
+        "deploy", "predict", str(node), "--data", str(folder / "bad.csv")
+    )
+    new = str(folder / "new.npz")
+    assert "--out must end in" in failing("deploy", "predict", str(node), "--data", new, "--out", str(folder / "a.b"))
 
 
 def test_an_experiment_that_is_another_one_is_refused(tmp_path: Path) -> None:

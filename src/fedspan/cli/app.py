@@ -19,11 +19,11 @@ from fedspan.cli.compare import compare
 from fedspan.cli.console import fail, note
 from fedspan.cli.data import data, partition
 from fedspan.cli.demo import demo
-from fedspan.cli.deploy import deploy
 from fedspan.cli.diagnose import diagnose
 from fedspan.cli.doctor import doctor
 from fedspan.cli.export import export
 from fedspan.cli.interrupts import one_interrupt
+from fedspan.cli.members import deploy
 from fedspan.cli.methods import methods
 from fedspan.cli.new import new
 from fedspan.cli.onboard import onboard
@@ -40,6 +40,7 @@ from fedspan.storage.malloc import keep_freed_memory
 
 FAULT, STOPPED = 2, 130
 NAMES_NO_CODE = {"keys", "server", "status", "stop", "proxy", "predict", "export"}
+NAMES_NO_CODE |= {"request", "admit", "renew", "revoke", "audit"}
 """Commands of `deploy` that assemble nothing, or on a node, where its own settings decide."""
 
 SERVES_OTHERS = {"node"}

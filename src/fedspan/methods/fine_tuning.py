@@ -11,7 +11,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import About, Cautions, Sent, Sharing, Training, Visit
+from fedspan.method import About, Cautions, Discloses, Sent, Sharing, Training, Visit
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
@@ -57,7 +57,10 @@ class FedAvgFineTuned(Sharing, Cautions):
     h = the private head if `private_head`. Kept: h. Sent: theta. Running statistics are averaged, as in FedAvg.
     """
 
-    about = About(reference="Cheng, Chadha, Duchi, 2021; Collins et al., NeurIPS 2022")
+    about = About(
+        reference="Cheng, Chadha, Duchi, 2021; Collins et al., NeurIPS 2022",
+        discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 
@@ -86,7 +89,10 @@ class FedAvgHead(Sharing, Cautions):
     it away. Symbols: theta = the global model θ, h = the private head if `private_head`. Kept: h. Sent: theta.
     """
 
-    about = About(reference="Collins et al., NeurIPS 2022")
+    about = About(
+        reference="Collins et al., NeurIPS 2022",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 

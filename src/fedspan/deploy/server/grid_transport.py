@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum,
 from fedspan.tree import Tree
 from fedspan.wire import Codec, Direction, Ledger
 
+Audit: TypeAlias = Callable[[Literal["joined", "refused", "round"], dict[str, Any]], object]
+"""Told of an event and its facts."""
+
 _REFUSALS = 1000  # that are remembered, the newest
 
 
@@ -44,6 +47,8 @@ class GridTransport:
         kind: what examples look like.
         record: holds the server's state, and what is known of the nodes (`progress.deployed`).
         log: told one line at a time what happens.
+        live: the roster as it is now, asked for before every round and while answers come in.
+        audit: told who joined, who was refused and which round used whom.
     """
 
     who = "Server"
@@ -60,7 +65,10 @@ class GridTransport:
         record: Record,
         policy: Policy,
         log: Callable[[str], None],
+        live: Callable[[], Roster] | None = None,
+        audit: Audit = lambda event, facts: None,
     ) -> None:
+        self.live, self.audit = live or (lambda: roster), audit
         self.experiment, self.engine, self.kind, self.grid = experiment, engine, kind, grid
         self.roster, self.record, self.policy, self.log = roster, record, policy, log
         self.clients, self.dtype = len(roster.nodes), experiment.settings.torch_dtype
@@ -107,13 +115,16 @@ class GridTransport:
         quotas = {i: d.most_bytes for i, d in declared.items()}
         exchange = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger, quotas=quotas)
         got, refused, missing = exchange.got, exchange.refused, exchange.missing
-        missing |= {i: "it has not said how many examples it has" for i in asked if not self._known(i)}
+        unknown = "it has not said how many examples it has"
+        missing |= {i: self.roster.absent.get(i, unknown) for i in asked if not self._known(i)}
         refused |= self._outliers(got)
         for i, why in refused.items():
             self._refuse(t, i, why)
         facts = {"refused": self._named(refused), "missing": self._named(missing)}
         enough = len(got) >= max(1, math.ceil(self.policy.quorum * len(sampled) - 1e-9))
         found = Collected(asked, enough=enough, facts=facts)
+        used = [self.roster.names[i] for i in sorted(got)] if enough else []
+        self.audit("round", {"round": t, "used": used, **{k: sorted(v) for k, v in facts.items()}})
         examples, now = {i: self._examples(i) for i in got}, {i: self.record.capacity(i) for i in got}
         for c, capacity in enumerate(self.record.capacities):  # in the order in which a simulation adds them up
             for i in in_order([i for i in got if now[i] == capacity], examples):
@@ -237,7 +248,9 @@ class GridTransport:
         quotas: Mapping[int, int] = MappingProxyType({}),
     ) -> Exchange:
         """Ask, and collect until enough answers are good or the deadline has come."""
-        exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log, quotas)
+        exchange = Exchange(
+            self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log, quotas, self.live
+        )
         exchange.run(enough, self.policy.deadline, self.policy.poll)
         for i, why in exchange.missing.items():
             if why.startswith(REPORTS) and self._reported.get(i) != why:  # said once, not in every round
@@ -264,8 +277,10 @@ class GridTransport:
         end = time.monotonic() + self.policy.wait
         first = not any(self._known(i) for i in range(self.clients))
         while True:
+            self.roster = self.live()  # a node may be admitted while the others are waited for
+            filled = self.clients - len(self.roster.absent)
             there = set(self.grid.get_node_ids()) & set(self.roster.nodes)
-            if len(there) == self.clients or (len(there) >= need and (not first or time.monotonic() > end)):
+            if len(there) >= max(filled, need) or (len(there) >= need and (not first or time.monotonic() > end)):
                 break
             if time.monotonic() > end:
                 self.log(f"{len(there)} of {self.clients} nodes are connected; {need} are needed.")
@@ -281,6 +296,7 @@ class GridTransport:
         for i, sizes in exchange.got.items():
             self._node(i).update(sizes)
             self.log(f"Client {self.roster.names[i]}: {sizes['examples']} examples.")
+            self.audit("joined", {"round": t, "node": self.roster.names[i], "place": i, **sizes})
         for i, why in exchange.refused.items():
             self._refuse(t, i, why)
 
@@ -304,3 +320,4 @@ class GridTransport:
         self.refusals[: 1 - _REFUSALS] = []
         self.refusals.append({"round": t, "client": self.roster.names[i], "why": why})
         self.log(f"Round {t}: refused. {why}")
+        self.audit("refused", {"round": t, "node": self.roster.names[i], "why": why})
