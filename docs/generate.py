@@ -271,9 +271,25 @@ def configuration_page() -> str:
     return page("Configuration", *parts)
 
 
+GROUPS = """\
+    Options that several kinds have. Each can be combined with what else the kind does, and `fedspan partition` draws
+    the result: shades for labels, a bar for sizes that differ, a second field for groups.
+
+    * `group_sizes = [20, 8, 4, 2, 2]` (or `"20:8:4:2:2"`): groups of unequal numbers of clients, in this order; they
+      add up to `clients`, and say how many groups there are.
+    * `sizes = "zipf:1.2"`: how many examples a client gets follows a law, nobody below `min_samples` (10 if not given).
+    * `shifts = ["none", "rotate:90", "noise:0.5+blur:1"]`: what each group does to its examples, training and test
+      alike; fewer shifts than groups are taken in turn. With a kind that has no groups, clients take them in turn, and
+      groups are known from then on. `rotate`, `blur` and `contrast` need pictures.
+    * `mixed-groups` is soft membership: every example of a client belongs to a group drawn by the client's own shares.
+      Its main group is what a yardstick that must know groups is told."""
+
+
 def data_page() -> str:
     """Sources of data, and kinds of partition."""
     from fedspan.data import PARTITIONS, SOURCES
+    from fedspan.data.partitions.feature_shifts import SHIFTS
+    from fedspan.data.partitions.quantity import LAWS
     from fedspan.data.sources.catalog import KNOWN
 
     intro = """\
@@ -291,12 +307,17 @@ def data_page() -> str:
         for name, kind in PARTITIONS.items()
     ]
     parts = table(("kind", "who holds what", "options and their defaults"), kinds)
+    laws = table(("`sizes`", "its number"), [(f"`{name}`", about) for name, about in LAWS.items()])
+    shifts = table(
+        ("`shifts`", "its amount"), [(f"`{name}`", "" if kind is None else kind.about) for name, kind in SHIFTS.items()]
+    )
     more = "Keys that all kinds have are listed under [`[partition]`](configuration.md#partition)."
     return page(
         "Data",
         ["## Sources", "", *textwrap.dedent(intro).splitlines(), "", *sources],
         ["## Data sets known by name", "", *known],
         ["## Partitions", "", more, "", *parts],
+        ["## Groups, shifts and sizes", "", *textwrap.dedent(GROUPS).splitlines(), "", *laws, "", *shifts],
     )
 
 

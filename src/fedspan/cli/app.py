@@ -34,6 +34,7 @@ from fedspan.cli.run import run
 from fedspan.cli.sweep import sweep
 from fedspan.cli.targets import targets
 from fedspan.cli.theory import theory
+from fedspan.cli.tune import tune
 from fedspan.cli.watch import watch
 from fedspan.errors import FedspanError
 from fedspan.storage.malloc import keep_freed_memory
@@ -78,6 +79,7 @@ for command in (
     with_code(run),
     with_code(compare),
     with_code(sweep),
+    with_code(tune),
     reproduce,
     with_code(report),
 ):

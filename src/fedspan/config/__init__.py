@@ -12,6 +12,7 @@ from typing import Any, Literal
 from fedspan.config.overrides import apply_overrides
 from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, known_shape
 from fedspan.data import FederatedData, Source, load, partition
+from fedspan.data.partitions.kinds import groups_known_by, knows_groups
 from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.learn.task import Task
 from fedspan.method import Method
@@ -26,8 +27,7 @@ from fedspan.simulation.identity import of_config
 from fedspan.simulation.settings import Settings
 from fedspan.storage.toml import checked, parse_toml, plain, read_small, short, write_toml
 
-# Kinds of partition that know the true groups, and the most examples each known source can have.
-_GROUPED = ("permuted-groups", "label-groups", "domains")
+# The most examples each known source can have.
 _EXAMPLES = {"digits": 1_797, "mnist": 70_000, "fashion-mnist": 70_000, "cifar10": 60_000, "cifar100": 60_000}
 _EXAMPLES |= {"svhn": 99_289, "tiny-imagenet": 110_000}
 
@@ -93,9 +93,9 @@ class RunConfig:
     def only(self, name: str, compared: Iterable[str] = ()) -> Method:
         """The method of that name with its fields from `[method]` and `[methods.NAME]`."""
         method = make(name, **self.fields_of(name, compared)[0])
-        if method.about.needs_groups and self.partition.kind not in _GROUPED:
+        if method.about.needs_groups and not knows_groups(self.partition.kind, self.partition.options):
             raise ConfigError(
-                f"Method {name}: the partition must know the groups of its clients ({', '.join(_GROUPED)})."
+                f"Method {name}: the partition must know the groups of its clients ({groups_known_by()})."
                 f" Got '{self.partition.kind}'."
             )
         if self.model.kinds and not method.about.any_model:

@@ -170,7 +170,7 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
     if method.about.needs_groups and data.groups is None:
         raise ConfigError(
             f"{type(method).__name__}: the partition must know the groups of its clients; use permuted-groups,"
-            " label-groups or domains, or choose another method."
+            " shifted-groups, label-groups or domains, or choose another method."
         )
     if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
         raise ConfigError("Train: evaluate_part='validation' needs a validation part: set partition.validation > 0.")
