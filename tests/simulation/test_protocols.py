@@ -21,11 +21,11 @@ from fedspan.learn.metrics import Metric
 from fedspan.learn.sgd import sgd
 from fedspan.method import Method
 from fedspan.methods import make
-from fedspan.simulation.client_history import ClientHistory
 from fedspan.simulation.onboarding import onboard, train_alone
-from fedspan.simulation.protocols import EvaluationSettings, Judged, evaluation_settings
+from fedspan.simulation.protocols import EvaluationSettings, JudgedModel, evaluation_settings
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
+from fedspan.storage.client_history import ClientHistory
 
 ALL = EvaluationSettings(metrics=("roc_auc", "ece"), models=("received", "own", "trained", "head"))
 
@@ -232,7 +232,7 @@ def test_bad_settings_are_refused() -> None:
             evaluate={"metrics": ["f1"]},
             settings=Settings(dtype="float64"),
         )
-    assert Judged("trained", "prototype").suffix == "_after_by_prototype"
+    assert JudgedModel("trained", "prototype").suffix == "_after_by_prototype"
 
 
 def test_a_metric_that_fails_is_told_with_its_client() -> None:

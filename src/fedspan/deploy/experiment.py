@@ -19,6 +19,7 @@ from fedspan.method import Abilities, Capacity, Federation, Method
 from fedspan.models.build import is_language
 from fedspan.randomness import key, normal
 from fedspan.simulation import identity
+from fedspan.simulation.defence import Defence
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.protocols import EvaluationSettings
 from fedspan.simulation.settings import Settings
@@ -66,6 +67,7 @@ class Experiment:
     name: str
     config: dict[str, Any]
     text: str = ""
+    defence: Defence = Defence()
     evaluate: EvaluationSettings = field(default_factory=EvaluationSettings)
 
     @property
@@ -105,6 +107,7 @@ def read_experiment(text: str, data: FederatedData | DataKind) -> Experiment:
     given = data if isinstance(data, FederatedData) else stand_in(data, 1, config.seed)
     method, task, _ = assemble(config, given)
     about: dict[str, Any] = {"config": config.recorded(), "text": text, "evaluate": config.evaluate}
+    about["defence"] = config.defence or Defence()
     return Experiment(method, task, config.seed, config.train, config.rounds, config.name, **about)
 
 
@@ -136,6 +139,14 @@ def deployable(config: RunConfig) -> RunConfig:
         if (judged := getattr(config.evaluate, name)) != getattr(judging, name):
             raise ConfigError(f"Deploy: evaluate.{name} is for simulations. Got {list(judged)}; leave it out.")
     return config
+
+
+def with_defence(config: RunConfig) -> RunConfig:
+    """The configuration that is deployed: where a file says nothing of a defence, it is on.
+
+    What is deployed is written out whole, so that simulating the written file gives the same numbers.
+    """
+    return config if config.defence is not None else replace(config, defence=Defence(rule="clip"))
 
 
 def kind_of(config: RunConfig) -> DataKind | None:

@@ -32,11 +32,11 @@ from fedspan.randomness import generator
 from fedspan.simulation import evaluation
 from fedspan.simulation.engine import Engine, NoHeadToFit
 from fedspan.simulation.environment import versions
-from fedspan.simulation.protocols import RECEIVED, Judged
+from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.simulation.record import Progress, Record
 from fedspan.simulation.result import Result
 from fedspan.simulation.settings import sample
-from fedspan.simulation.transport import Collected, Measured, Sums, Transport
+from fedspan.simulation.transport import Collected, MeasuredClients, Sums, Transport
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
@@ -88,7 +88,7 @@ class RoundDriver(ABC):
         self.clients = record.federation.clients
         self._busy = False
         self._last: Evaluated | None = None
-        self._without: set[Judged] = set()
+        self._without: set[JudgedModel] = set()
         for _ in range(record.progress.halvings):
             self._halve()
 
@@ -192,7 +192,8 @@ class RoundDriver(ABC):
         server = None
         if got.enough:
             dtype = self.settings.torch_dtype
-            server = advance(self.method, r.server, t, got, sizes=self.transport.sizes, dtype=dtype)
+            sizes = r.defence.capped_sizes(self.transport.sizes)
+            server = advance(self.method, r.server, t, got, sizes=sizes, dtype=dtype)
         common, news = r.common, None
         if server is not None:
             r.progress.last_norm = self._watch(t, server)
@@ -287,11 +288,11 @@ class RoundDriver(ABC):
             self.record.history.add(t, chosen, clients)
         return Evaluated({"id": list(map(float, chosen)), **clients}, found, left_out)
 
-    def _ways(self) -> list[Judged]:
+    def _ways(self) -> list[JudgedModel]:
         """How clients are judged, as far as the method has such models."""
         return [w for w in self.engine.ways(self.settings.evaluate_after) if w not in self._without]
 
-    def _judged(self, t: int, chosen: list[int], ledger: Ledger, way: Judged) -> Measured | None:
+    def _judged(self, t: int, chosen: list[int], ledger: Ledger, way: JudgedModel) -> MeasuredClients | None:
         """What clients measure of one model; None, and a message, if the method has none of this kind."""
         # Trained once more is the local round that would come next; its download is the one just counted.
         at, counted = (t + 1 if way.model == "trained" else t), ledger if way == RECEIVED else Ledger()

@@ -23,7 +23,7 @@ from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
 from fedspan.method.promises import ChunkWatch, SameShapes, need_tensors
 from fedspan.randomness import key
-from fedspan.simulation.protocols import RECEIVED, EvaluationSettings, Judged
+from fedspan.simulation.protocols import RECEIVED, EvaluationSettings, JudgedModel
 from fedspan.tree import Params, Tree
 
 SMALL_MODEL = 20_000
@@ -53,7 +53,7 @@ class Answer:
 
 
 @dataclass
-class Judgement:
+class EvaluatedChunk:
     """What was measured of a chunk of clients, in the order of ids."""
 
     sums: dict[str, Tensor]
@@ -150,8 +150,8 @@ class Engine:
         own: Tree,
         common: Tree,
         part: str = "test",
-        way: Judged = RECEIVED,
-    ) -> Judgement:
+        way: JudgedModel = RECEIVED,
+    ) -> EvaluatedChunk:
         """What is measured of every client on one part of its data.
 
         The model is the one of `way`. Local rounds and fits for it leave no trace; of a client's `own` model `rows`
@@ -204,16 +204,16 @@ class Engine:
 
         kept = [i for i in ids if len(getattr(self.data, part)[i])]
         if not kept:
-            return Judgement({"n": torch.zeros(len(ids), dtype=self.dtype)})
+            return EvaluatedChunk({"n": torch.zeros(len(ids), dtype=self.dtype)})
         at = torch.tensor([ids.index(i) for i in kept])
-        found = Judgement({}, {m.name: [math.nan] * len(ids) for m in self.gathered})
+        found = EvaluatedChunk({}, {m.name: [math.nan] * len(ids) for m in self.gathered})
         gather = partial(self._gather, task, found, {i: k for k, i in enumerate(ids)}) if self.gathered else None
         rows, own = tree.take(rows, at), tree.take(own, at)
         result: dict[str, Tensor] = self._each(one, capacity, round, kept, rows, own, common, plan, part, gather)
         found.sums = {name: torch.zeros(len(ids), dtype=t.dtype).index_copy(0, at, t) for name, t in result.items()}
         return found
 
-    def ways(self, after: bool = False) -> list[Judged]:
+    def ways(self, after: bool = False) -> list[JudgedModel]:
         """How every client is judged; `after` also by its trained model (`train.evaluate_after`)."""
         rule: Any = self.able.adapts.prediction_rule()
         return self.judging.ways(rule, ("head", "prototype") if rule else (), after)
@@ -238,7 +238,7 @@ class Engine:
         fitted: Tree = body | sgd(loss, head, stream, self.judging.head_lr)
         return fitted
 
-    def _gather(self, task: Task, found: Judgement, places: Mapping[int, int], result: Tree, client: int) -> Tree:
+    def _gather(self, task: Task, found: EvaluatedChunk, places: Mapping[int, int], result: Tree, client: int) -> Tree:
         """Compute the metrics of one client's predictions; what is left are its sums."""
         seen = result[""]
         live = seen["live"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedspan.simulation.protocols import Judged
+from fedspan.simulation.protocols import JudgedModel
 
 Floats = NDArray[np.float64]
 Line = Mapping[str, Any]
@@ -81,7 +81,11 @@ def protocols(found: Mapping[str, Mapping[str, float]], lines: Sequence[Mapping[
 
 
 def side_by_side(
-    name: str, higher: bool, ways: Sequence[Judged], found: Mapping[str, Mapping[str, float]], lines: Sequence[Line]
+    name: str,
+    higher: bool,
+    ways: Sequence[JudgedModel],
+    found: Mapping[str, Mapping[str, float]],
+    lines: Sequence[Line],
 ) -> dict[str, dict[str, dict[str, float]]]:
     """What every protocol would report of one measure: by which model, per client or pooled, at which round.
 

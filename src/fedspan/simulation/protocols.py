@@ -24,7 +24,7 @@ MODELS_JUDGED: tuple[ModelJudged, ...] = get_args(ModelJudged)
 _SUFFIXES: dict[str, str] = {"received": "", "own": "_own", "trained": "_after", "head": "_head"}
 
 
-class Judged(NamedTuple):
+class JudgedModel(NamedTuple):
     """One way to judge a client: by which of its models, and by which rule it predicts (None: the method's own)."""
 
     model: ModelJudged = "received"
@@ -42,9 +42,9 @@ class Judged(NamedTuple):
         return said[self.model] + (f", by {self.rule}" if self.rule else "")
 
 
-RECEIVED = Judged()
-WAYS: tuple[Judged, ...] = tuple(
-    Judged(model, rule) for rule in (None, *get_args(PredictionRule)) for model in MODELS_JUDGED
+RECEIVED = JudgedModel()
+WAYS: tuple[JudgedModel, ...] = tuple(
+    JudgedModel(model, rule) for rule in (None, *get_args(PredictionRule)) for model in MODELS_JUDGED
 )
 """Every way there is, in the order of tables."""
 
@@ -93,7 +93,7 @@ class EvaluationSettings:
         """
         return tuple(_metric(m) for m in self.metrics)
 
-    def ways(self, own: PredictionRule | None, rules: Sequence[PredictionRule], after: bool) -> list[Judged]:
+    def ways(self, own: PredictionRule | None, rules: Sequence[PredictionRule], after: bool) -> list[JudgedModel]:
         """How every client is judged, the model as received first.
 
         Args:
@@ -103,7 +103,7 @@ class EvaluationSettings:
         """
         models = dict.fromkeys([*self.models, *(["trained"] if after else [])])
         others = [r for r in dict.fromkeys(self.predict_by) if r in rules and r != own]
-        return [Judged(m, r) for r in (None, *others) for m in models]  # type: ignore[arg-type]
+        return [JudgedModel(m, r) for r in (None, *others) for m in models]  # type: ignore[arg-type]
 
 
 def _metric(given: str | Metric | Callable[..., float]) -> Metric:

@@ -28,6 +28,7 @@ from fedspan.method import Federation, Method
 from fedspan.method.fields import build, flat
 from fedspan.methods import name_of
 from fedspan.simulation import warnings
+from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.engine import Engine, choose_mapping, mapping_fault
@@ -50,6 +51,7 @@ class Simulation(RoundDriver):
         read_only: only look at a run that is there; nothing is locked or written.
         devices: what clients would compute with; rounds are then timed as if on them (`clock` in the history).
         evaluate: metrics, and which models are judged, as `EvaluationSettings` or its fields.
+        defence: how uploads are judged; not at all if not given.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Simulation(RoundDriver):
         read_only: bool = False,
         devices: Devices | None = None,
         evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
+        defence: Defence | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -86,7 +89,9 @@ class Simulation(RoundDriver):
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
-        record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only)
+        record = Record(
+            engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence
+        )
         rest: dict[str, Any] = {"rounds": rounds, "config": config}
         super().__init__(engine, record, LocalTransport(engine, record, devices, rounds=rounds), **rest)
         if not read_only:
@@ -142,6 +147,7 @@ def simulate(
     fresh: bool = False,
     on_round: OnRound | None = None,
     evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
+    defence: Defence | None = None,
     **settings: Any,
 ) -> Result:
     """Simulate a federation on this machine.
@@ -152,6 +158,7 @@ def simulate(
         out: a run directory; a run found there is resumed, unless `fresh`.
         evaluate: what is measured beside loss and accuracy, e.g. `{"metrics": ["roc_auc", my_metric]}`; see
             `EvaluationSettings`.
+        defence: how uploads are judged, e.g. `Defence(rule="clip")`; not at all if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)
@@ -162,6 +169,7 @@ def simulate(
         model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)
     path = None if out is None else Path(out)
     more: dict[str, Any] = {"settings": chosen, "out": path, "fresh": fresh, "evaluate": evaluate}
+    more["defence"] = defence
     sim = Simulation(method, model, data, rounds=rounds, seed=seed, **more)
     return sim.run(on_round)
 
@@ -173,7 +181,7 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
     if method.about.needs_groups and data.groups is None:
         raise ConfigError(
             f"{type(method).__name__}: the partition must know the groups of its clients; use permuted-groups,"
-            " label-groups or domains, or choose another method."
+            " shifted-groups, label-groups or domains, or choose another method."
         )
     if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
         raise ConfigError("Train: evaluate_part='validation' needs a validation part: set partition.validation > 0.")

@@ -18,7 +18,7 @@ from fedspan.data.federated import Index
 from fedspan.learn.aggregate import Mean, sums_by_part
 from fedspan.method import Abilities, Capacity, Sent
 from fedspan.simulation.engine import Engine
-from fedspan.simulation.protocols import RECEIVED, Judged
+from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
@@ -27,7 +27,7 @@ Sums: TypeAlias = Mapping[str, Mapping[int, float]]
 
 
 @dataclass
-class Measured:
+class MeasuredClients:
     """What clients measured of their models."""
 
     sums: Sums
@@ -105,7 +105,7 @@ class Transport(Protocol):
         """Tell every client, sampled or not; the server's record has heard it."""
         ...
 
-    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, way: Judged = RECEIVED) -> Measured:
+    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, way: JudgedModel = RECEIVED) -> MeasuredClients:
         """Let clients measure one of their models."""
         ...
 
