@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedspan.data.federated import FederatedData
     from fedspan.errors import ConfigError, DataError, Divergence, FedspanError, PromiseError
     from fedspan.learn.batches import All, Batch, Batches, Epochs, Portion, Steps, Validation
+    from fedspan.learn.metrics import Metric
     from fedspan.learn.optimizer import Optimizer, Schedule
     from fedspan.learn.server_optimizer import ServerOptimizer
     from fedspan.learn.sgd import adamw, gradient, gradient_and_value, hessian_product, mean_gradient, sgd
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.report.figures import plot
     from fedspan.simulation.defence import Defence
+    from fedspan.simulation.protocols import EvaluationSettings
     from fedspan.simulation.result import Result
     from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import simulate
@@ -68,12 +70,14 @@ __all__ = [
     "Divergence",
     "Down",
     "Epochs",
+    "EvaluationSettings",
     "FederatedData",
     "Federation",
     "FedspanError",
     "Judged",
     "Lifts",
     "Method",
+    "Metric",
     "Observed",
     "Optimizer",
     "Outer",
@@ -113,6 +117,7 @@ _PLACES: dict[str, str] = {
     "fedspan.data.federated": "FederatedData",
     "fedspan.errors": "ConfigError DataError Divergence FedspanError PromiseError",
     "fedspan.learn.batches": "All Batch Batches Epochs Portion Steps Validation",
+    "fedspan.learn.metrics": "Metric",
     "fedspan.learn.optimizer": "Optimizer Schedule",
     "fedspan.learn.server_optimizer": "ServerOptimizer",
     "fedspan.learn.sgd": "adamw gradient gradient_and_value hessian_product mean_gradient sgd",
@@ -123,6 +128,7 @@ _PLACES: dict[str, str] = {
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
     "fedspan.methods": "METHODS allow_code make register",
     "fedspan.report.figures": "plot",
+    "fedspan.simulation.protocols": "EvaluationSettings",
     "fedspan.simulation.result": "Result",
     "fedspan.simulation.defence": "Defence",
     "fedspan.simulation.settings": "Settings",

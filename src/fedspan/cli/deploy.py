@@ -457,7 +457,7 @@ def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind:
     if known is not None:
         return known
     if data is not None:
-        return DataKind(tuple(data.x.shape[1:]), data.classes)
+        return DataKind.of(data)
     if shape is None:
         raise ConfigError(f"deploy run: the source '{config.data.source}' is not a known one; say --shape 3,32,32.")
     try:
@@ -488,9 +488,15 @@ def _outcome(out: Path) -> None:
     except (OSError, ValueError) as e:
         raise FedspanError(f"deploy: {out / 'result.json'} cannot be read ({type(e).__name__}).") from None
     measured = result["per_client"]
-    shown = "accuracy" if "accuracy" in measured else "loss"
+    usual = "accuracy" if "accuracy" in measured else "loss"
+    shown = [usual, *(m for m in result.get("evaluation", {}).get("metrics", {}) if m in measured and m != usual)]
     rows = [
-        (name, n, "n/a" if v is None else f"{100 * v:.2f} %" if shown == "accuracy" else f"{v:.4f}")
-        for name, n, v in zip(result["names"], measured["n"], measured[shown])
+        (name, n, *(_measured(measured[m][k], m) for m in shown))
+        for k, (name, n) in enumerate(zip(result["names"], measured["n"]))
     ]
-    show(table(["node", "test examples", f"personal {shown}"], rows, right=(1, 2)))
+    titles = ["node", "test examples", *(f"personal {m}" for m in shown)]
+    show(table(titles, rows, right=range(1, len(titles))))
+
+
+def _measured(value: float | None, measure: str) -> str:
+    return "n/a" if value is None else f"{100 * value:.2f} %" if measure == "accuracy" else f"{value:.4f}"

@@ -1,16 +1,20 @@
-"""The sections of an experiment file whose keys depend on a kind: `[data]`, `[partition]`, `[model]`."""
+"""The sections of an experiment file whose keys depend on a kind: `[data]`, `[partition]`, `[model]`; and `[task]`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from fedspan.data import PARTITIONS, check_partition
+from fedspan.data.federated import FederatedData
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.errors import ConfigError, nearest
+from fedspan.learn.losses import IGNORED, TaskKind, kind_of_labels
+from fedspan.method.fields import check
+from fedspan.method.named_code import is_spec, named_function
 from fedspan.models import MODELS, build
 from fedspan.models.build import is_own
 
@@ -117,12 +121,52 @@ class ModelConfig:
             raise ConfigError(f"Model: unknown kind '{kind[:60]}'.{nearest(kind[:60], MODELS)}")
         return MODELS[kind].options
 
-    def module(self, shape: tuple[int, ...], classes: int, kind: str | None = None) -> nn.Module:
+    def module(
+        self, shape: tuple[int, ...], classes: int, kind: str | None = None, positions: tuple[int, ...] = ()
+    ) -> nn.Module:
         """Build the model (of several the one of that kind); its weights come from torch's generator."""
         kind, options = kind or self.kind, self.options
         if self.kinds and not is_own(kind):
             options = {k: v for k, v in options.items() if k in self._known(kind)}
-        return build(kind, shape, classes, **options)
+        return build(kind, shape, classes, positions, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """`[task]`: what labels and outputs mean, and what is minimised."""
+
+    kind: Literal["auto", "classification", "multi-label", "regression", "survival", "tagging", "language"] = "auto"
+    """What labels mean; `auto` finds it from the data where they say it: `survival` they cannot."""
+    loss: str = ""
+    """A loss of one's own as `package.module:function` of an allowed package; without it that of the kind."""
+    loss_of: Literal["example", "batch"] = "example"
+    """Whether the own loss gives a value per example, or one of the whole batch."""
+    ties: Literal["efron", "breslow"] = "efron"
+    """How Cox's partial likelihood (`survival`) takes events at the same time."""
+    ignored: int = IGNORED
+    """The label of positions that are not to be predicted (`tagging`)."""
+
+    def __post_init__(self) -> None:
+        check(self, "Task")
+        if self.loss_of == "batch" and not self.loss:
+            raise ConfigError("Task: loss_of = 'batch' needs a loss of one's own. Got none; set loss, or leave it out.")
+        if self.loss and not is_spec(self.loss):
+            raise ConfigError(f"Task: loss must be given as 'package.module:function'. Got {self.loss[:80]!r}.")
+
+    def kind_for(self, data: FederatedData) -> TaskKind:
+        """The kind of task on these data."""
+        if self.kind != "auto":
+            return self.kind
+        return kind_of_labels(data.y, getattr(data, "task", None))
+
+    def options(self) -> dict[str, Any]:
+        """What a `Task` is told of its loss.
+
+        Raises:
+            ConfigError: if the loss is code that is not allowed or not there.
+        """
+        own = {"loss": named_function(self.loss, "Task: loss"), "loss_of": self.loss_of} if self.loss else {}
+        return {"ties": self.ties, "ignored": self.ignored, **own}
 
 
 def known_shape(data: DataConfig) -> tuple[tuple[int, ...], int] | None:

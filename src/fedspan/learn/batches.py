@@ -90,6 +90,11 @@ class Batch:
         return (self.slots >= 0).to(dtype)
 
     @property
+    def mask(self) -> Tensor | None:
+        """True where a slot holds an example; None where all do."""
+        return None if self.slots is None else self.slots >= 0
+
+    @property
     def live(self) -> Tensor:
         """Whether there is any example in it."""
         return torch.ones((), dtype=torch.bool) if self.slots is None else (self.slots >= 0).any()

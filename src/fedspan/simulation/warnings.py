@@ -190,4 +190,6 @@ def loss_scale(task: Task, data: FederatedData) -> float:
         return 1e8  # what a loss of somebody's own may reach is not known: only the absurd is told
     if task.kind == "regression":
         return max(1e-12, float(data.y.double().square().mean()))
+    if task.kind == "survival":  # nobody is told apart: every event among all that are at risk
+        return math.log(max(2, int(data.sizes.max())))
     return math.log(max(2, data.classes or 2))

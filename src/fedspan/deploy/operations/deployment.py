@@ -172,7 +172,7 @@ class Deployment:
         """A run as it was ordered."""
         out = self.out(name)
         values = json.loads((out / "order.json").read_text(encoding="utf-8"))
-        kind = DataKind(tuple(values["kind"]["shape"]), values["kind"]["classes"], values["kind"]["dtype"])
+        kind = DataKind(**values["kind"])
         policy, code = Policy(**values["policy"]), tuple(values.get("allow_code", ()))
         return Order(values["experiment"], kind, policy, out, values["fresh"], values["groups"], code)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,14 @@ class Server(RoundDriver):
             self._status("stopped")
             raise
 
+    @property
+    def names(self) -> Sequence[str]:
+        """What clients are called."""
+        return self.roster.names
+
     def _stepped(self, line: Line) -> None:
         self._status("running")
-        self.log(_said(line, self.rounds))
+        self.log(_said(line, self.rounds, [m.name for m in self.engine.gathered]))
         task, notes = self.experiment.task, self.record.progress.notes
         if task.kind != "regression" or task.own_loss:  # how large targets are, only nodes know
             found = warnings.exploded_first(task, self.engine.data, line, notes)
@@ -137,10 +142,11 @@ class Server(RoundDriver):
         write_atomic(self.out / "status.json", json.dumps(body, indent=1) + "\n")
 
 
-def _said(line: Mapping[str, Any], rounds: int) -> str:
+def _said(line: Mapping[str, Any], rounds: int, metrics: Sequence[str] = ()) -> str:
     """A round in one line."""
     found = line.get("accuracy")
     shown = f", accuracy {100 * found['mean']:.2f} %" if found else ""
+    shown += "".join(f", {name} {line[name]['mean']:.4g}" for name in metrics if line.get(name))
     skipped = ", skipped" if line["skipped"] else ""
     guard = line.get("defence", {})
     cut = "".join(f", {guard[k]} {k}" for k in ("clipped", "capped") if guard.get(k))
