@@ -12,6 +12,8 @@ from typing import Any, Literal
 from fedspan.config.overrides import apply_overrides
 from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, known_shape
 from fedspan.data import FederatedData, Source, load, partition
+from fedspan.data.tables.arrow_files import is_table
+from fedspan.data.tables.table_federation import table_data
 from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.learn.task import Task
 from fedspan.method import Method
@@ -114,7 +116,7 @@ class RunConfig:
         values = plain(
             {
                 **{k: getattr(self, k) for k in ("name", "seed", "rounds")},
-                "data": dataclasses.asdict(self.data),
+                "data": self.data.to_dict(),
                 "partition": part | part.pop("options"),
                 "model": model | model.pop("options"),
                 "method": self.method,
@@ -174,7 +176,8 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     values["method"] = {"name": "fedavg", **values["method"]}
     if not isinstance(values["method"]["name"], str):
         raise ConfigError(f"Method: name must be a string. Got {short(values['method']['name'])}.")
-    values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
+    if not values["partition"]:  # a table mostly says whose its rows are
+        values["partition"] = {"kind": "natural"} if _says_clients(values["data"]) else {"clients": 10}
     return RunConfig(
         **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices")},
         data=build(DataConfig, values["data"], "Data"),
@@ -183,6 +186,12 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         train=build(Settings, values["train"], "Train"),
         devices=build(Devices, values["devices"], "Devices"),
     )
+
+
+def _says_clients(data: Mapping[str, Any]) -> bool:
+    """Whether a table names its clients: by a column, or as a folder with one file for each."""
+    source = str(data.get("source", ""))
+    return "client" in data or ("target" in data and not is_table(Path(source)))
 
 
 def _open_ended(cls: type[Any], values: dict[str, Any], who: str) -> Any:
@@ -216,6 +225,11 @@ def assemble_data(config: RunConfig) -> FederatedData:
     d, p = config.data, config.partition
     if is_language(config.model.kind):
         return _instructions(config)
+    if d.is_table:
+        return table_data(
+            d.source, d.table, root=d.root, kind=p.kind, clients=p.clients, seed=config.seed, split=p.split,
+            validation=p.validation, test=p.test, limit=d.limit, **p.options,
+        )  # fmt: skip
     seed = config.seed if d.limit is not None else 0  # the seed only chooses which examples are kept
     source = _source(d.source, d.root, d.size, d.limit, d.classes, tuple(sorted(d.columns.items())), seed)
     return partition(source, p.kind, p.clients, config.seed, p.split, p.validation, p.test, **p.options)
@@ -248,7 +262,7 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     """The method, the task and the data of an experiment; other data can be given in their place."""
     method = config.only(config.method["name"])
     data = assemble_data(config) if data is None else data
-    shape, outputs = tuple(data.x.shape[1:]), data.classes or 1
+    shape, outputs = tuple(data.x.shape[1:]), data.classes or max(1, data.y[0].numel())
     dtype = config.train.torch_dtype
     kind: Literal["classification", "regression", "language"]
     if is_language(config.model.kind):

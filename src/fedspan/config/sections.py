@@ -10,7 +10,9 @@ from torch import nn
 
 from fedspan.data import PARTITIONS, check_partition
 from fedspan.data.sources.catalog import KNOWN
+from fedspan.data.tables.table_layout import TableLayout
 from fedspan.errors import ConfigError, nearest
+from fedspan.method.fields import flat
 from fedspan.models import MODELS, build
 from fedspan.models.build import is_own
 
@@ -33,6 +35,7 @@ class DataConfig:
     """Names of a table's or a record's columns, by what they hold."""
     max_length: int | None = None
     """The most tokens of a record, for language models."""
+    table: TableLayout = field(default_factory=TableLayout)
 
     def __post_init__(self) -> None:
         for name in ("size", "limit", "classes", "max_length"):
@@ -41,6 +44,21 @@ class DataConfig:
                 raise ConfigError(f"Data: {name} must be an integer >= 1. Got {value}.")
         if not self.source or "\0" in self.source + (self.root or ""):
             raise ConfigError(f"Data: source must be a name, a path or a hub id. Got {self.source!r}.")
+        if self.is_table:
+            for name, value in (("size", self.size), ("classes", self.classes), ("columns", self.columns or None)):
+                if value is not None:
+                    raise ConfigError(f"Data: {name} is not for tables with a target. Got {value!r}; remove it.")
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the source is a table whose columns are named here."""
+        return bool(self.table.targets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values in the layout of the file; what tables need is left out where it is as usual."""
+        usual = flat(TableLayout())
+        values = flat(self)
+        return {k: v for k, v in values.items() if k not in usual or v != usual[k]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from fedspan.errors import DataError
 from fedspan.randomness import generator
+
+if TYPE_CHECKING:
+    from fedspan.data.tables.preprocessing import Preprocessing
 
 Index = NDArray[np.int64]
 
@@ -24,7 +28,9 @@ class FederatedData:
     """One flat pool of examples and, per client, the rows it trains, validates and tests on.
 
     `relabel[i]` is client i's own naming of the classes (a permutation): its label for pool row e is
-    `relabel[i][y[e]]`. `groups[i]` is the true group of client i in scenarios that know it.
+    `relabel[i][y[e]]`. `groups[i]` is the true group of client i in scenarios that know it. `y` is [n], or [n, k] for
+    several targets. `task` says what kind of task the targets look like, where whoever made the data knows; how rows of
+    a table became examples is in `preprocessing`.
     """
 
     x: Tensor
@@ -38,6 +44,8 @@ class FederatedData:
     names: list[str] = field(default_factory=list)
     class_names: list[str] = field(default_factory=list)
     source: str = "arrays"
+    task: str | None = None
+    preprocessing: Preprocessing | None = None
 
     def __post_init__(self) -> None:
         if not self.validation:

@@ -81,6 +81,8 @@ class Simulation(RoundDriver):
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
         record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only)
         super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
+        if not read_only and out is not None and data.preprocessing is not None:
+            data.preprocessing.write(out)  # so that later rows can be prepared as these were
         if not read_only:
             self.messages.extend([*fallback, *warnings.before_run(method, self.data, rounds)])
         if record.resumed:
