@@ -125,9 +125,9 @@ class RunConfig:
                 "devices": plain(dataclasses.asdict(self.devices)) if self.devices != Devices() else {},
             }
         )
-        for table, key in ((values["data"], "columns"), (values, "methods"), (values, "devices")):
-            if not table[key]:
-                del table[key]
+        for key in ("methods", "devices"):
+            if not values[key]:
+                del values[key]
         return values
 
     def recorded(self) -> dict[str, Any]:
@@ -222,6 +222,10 @@ def _source(source: str, root: str | None, size: int | None, limit: int | None, 
 
 def assemble_data(config: RunConfig) -> FederatedData:
     """Load and divide the data; a source is read once per process."""
+    return replace(_divided(config), transforms=config.data.transformation(load=True))
+
+
+def _divided(config: RunConfig) -> FederatedData:
     d, p = config.data, config.partition
     if is_language(config.model.kind):
         return _instructions(config)

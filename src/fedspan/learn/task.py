@@ -16,7 +16,7 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.fused import Step, fuse
 from fedspan.randomness import fold, torch_seed, uniform
-from fedspan.tree import Params, Tree
+from fedspan.tree import Inputs, Params, Tree
 
 TaskKind: TypeAlias = Literal["classification", "regression", "language"]
 LossOf: TypeAlias = Literal["example", "batch"]
@@ -192,16 +192,16 @@ class Task:
             k: m.momentum for k, m in self.module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)
         }
         for batch in batches:
-            if len(batch.x) < 2:
+            if len(batch.y) < 2:
                 continue  # one example has no variance
             seen = {k: torch.zeros_like(params[k]) for k in self.stats}
             for t in seen.values():
                 t.owned = True  # type: ignore[attr-defined]
             with torch.no_grad():
                 self._call(self.module, params | seen, batch.x, batch.key if self._dropouts else None)
-            weight += len(batch.x)
+            weight += len(batch.y)
             for k, t in seen.items():
-                share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.x)
+                share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.y)
                 total[k] = total[k] + share if k in total else share
         return params | {k: t / weight for k, t in total.items()}
 
@@ -236,7 +236,7 @@ class Task:
 
     # ---------------------------------------------------------------- the function
 
-    def predict(self, params: Params, x: Tensor) -> Tensor:
+    def predict(self, params: Params, x: Inputs) -> Tensor:
         """Outputs in evaluation mode."""
         return self._call(self._eval, params, x)
 
@@ -347,7 +347,7 @@ class Task:
             out["squared_error"] = (output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(1)
         return out
 
-    def features(self, params: Params, x: Tensor, train: bool = False) -> Tensor:
+    def features(self, params: Params, x: Inputs, train: bool = False) -> Tensor:
         """The head's input."""
         return self._with_features(self.module if train else self._eval, params, x)[0]
 
@@ -356,7 +356,7 @@ class Task:
         return self._with_features(self.module, params, batch.x, batch.key if self._dropouts else None)
 
     def _with_features(
-        self, module: nn.Module, params: Params, x: Tensor, key: Tensor | None = None
+        self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         self.need_head()
         seen: list[Tensor] = []
@@ -398,13 +398,14 @@ class Task:
         module.load_state_dict(params, strict=False)
         return module
 
-    def _call(self, module: nn.Module, params: Params, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def _call(self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None) -> Tensor:
         if self.stats and module.training:
             # The forward pass writes running statistics in place: only into tensors the training loop owns.
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
         if key is not None and self._dropouts:
             params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
-        return _outputs(functional_call(module, params, (x,)) if params else module(x))
+        args, named = _arguments(x)
+        return _outputs(functional_call(module, params, args, named) if params else module(*args, **named))
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         if self.dtype is not None:
@@ -481,6 +482,13 @@ def _check_own_loss(loss: OwnLoss | None, loss_of: LossOf) -> None:
             f"Task: the loss must give one value per example. Got {type(loss).__name__} with reduction='{reduction}';"
             f" {_LOSS_REMEDY}."
         )
+
+
+def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as a module's arguments: a dict by name, a tuple by place, a tensor as the only one."""
+    if isinstance(x, dict):
+        return (), x
+    return (x if isinstance(x, tuple) else (x,)), {}
 
 
 def _outputs(result: Any) -> Tensor:

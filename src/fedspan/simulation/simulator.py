@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from fedspan import tree, wire
+from fedspan.data.client_objects import federate
 from fedspan.data.describe import label_counts
-from fedspan.data.federated import FederatedData
+from fedspan.data.federated import FederatedData, shape_of
 from fedspan.errors import ConfigError
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.task import Task
@@ -134,7 +135,7 @@ class Simulation(RoundDriver):
 def simulate(
     method: Method,
     model: nn.Module | Task | Callable[[], nn.Module],
-    clients: FederatedData | Sequence[tuple[Any, Any]],
+    clients: FederatedData | Sequence[Any] | Mapping[str, Any],
     *,
     rounds: int,
     seed: int = 0,
@@ -147,11 +148,12 @@ def simulate(
 
     Args:
         model: a module (its weights are the common start), a function that builds one (seeded by `seed`), or a `Task`.
-        clients: `FederatedData`, or one (x, y) pair per client, split 75/25 inside each client.
+        clients: `FederatedData`, or what `federate` takes: one (x, y) pair, data set or frame per client, split 75/25
+            inside each client.
         out: a run directory; a run found there is resumed, unless `fresh`.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
-    data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)
+    data = clients if isinstance(clients, FederatedData) else federate(clients, seed=seed)
     chosen = build(Settings, settings, "simulate")
     if not isinstance(model, Task):
         dtype = chosen.torch_dtype
@@ -195,7 +197,7 @@ def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[
         return mapping, []
     rows = _two_rows(data)
     for member in task.kinds.values() or [task]:
-        fault = mapping_fault(member, data.x[rows], data.y[rows])
+        fault = mapping_fault(member, tree.take(data.x, rows), data.y[rows])
         if fault is None:
             continue
         if mode == "vmap":
@@ -209,23 +211,24 @@ def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[
 def _try(task: Task, data: FederatedData) -> None:
     """Refuse a model that does not take the data or does not give what they need."""
     rows = _two_rows(data)
-    x = data.x[rows]
+    x = tree.take(data.x, rows)
     try:
         output = task.predict(task.init(), x)
     except ConfigError:
         raise  # it says already what is wrong
     except (RuntimeError, ValueError, IndexError, TypeError) as e:
-        raise ConfigError(f"Task: the model does not take examples of shape {tuple(x.shape[1:])}: {e}") from None
+        raise ConfigError(f"Task: the model does not take examples of shape {shape_of(data.x)}: {e}") from None
     wide = output.shape[1] if output.ndim == 2 else 0
     if task.kind == "classification":
         if data.classes is None or data.y.is_floating_point():
             raise ConfigError(f"Data: class labels must be integers. Got {data.y.dtype}; or use a regression task.")
         if wide < data.classes:
             raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
-    if task.kind == "language" and (output.ndim != 3 or data.y.shape != data.x.shape or data.y.is_floating_point()):
+    tokens = tree.leaves(data.x)[0]
+    if task.kind == "language" and (output.ndim != 3 or data.y.shape != tokens.shape or data.y.is_floating_point()):
         raise ConfigError(
             f"Task: a language model must turn rows of tokens into rows of logits, with labels of the rows' shape"
-            f" {tuple(data.x.shape[1:])}. Got outputs of shape {tuple(output.shape[1:])} and labels of"
+            f" {shape_of(data.x)}. Got outputs of shape {tuple(output.shape[1:])} and labels of"
             f" {tuple(data.y.shape[1:])}."
         )
     if task.kind == "regression" and output[0].numel() != data.y[0].numel():

@@ -11,6 +11,7 @@ import math
 import numpy as np
 import torch
 
+from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.learn.batches import Batches, Epochs, draw
 from fedspan.learn.sgd import sgd
@@ -53,7 +54,7 @@ def scales_apart(data: FederatedData) -> str | None:
 
     Columns that hardly ever leave one value (constants, rare categories, borders of flattened pictures) do not count.
     """
-    if data.x.ndim != 2 or not data.x.is_floating_point():
+    if not isinstance(data.x, torch.Tensor) or data.x.ndim != 2 or not data.x.is_floating_point():
         return None
     rows = np.concatenate(data.train)
     x = data.x[torch.from_numpy(rows[:: max(1, len(rows) // _ROWS)])].double()
@@ -165,7 +166,9 @@ def _loss_after(task: Task, data: FederatedData, client: int, lr: float, batch_s
     params = sgd(task.loss, task.init(), Batches(data.x, data.y, rows, key(0, "trial"), names), lr)
     own = torch.from_numpy(data.train[client][:_ROWS])
     with torch.no_grad():
-        return float(task.example_loss(task.predict(params, data.x[own]), data.labels(client)[:_ROWS]).mean())
+        return float(
+            task.example_loss(task.predict(params, tree.take(data.x, own)), data.labels(client)[:_ROWS]).mean()
+        )
 
 
 def loss_scale(task: Task, data: FederatedData) -> float:
