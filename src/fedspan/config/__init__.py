@@ -177,7 +177,9 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     if not isinstance(values["method"]["name"], str):
         raise ConfigError(f"Method: name must be a string. Got {short(values['method']['name'])}.")
     if not values["partition"]:  # a table mostly says whose its rows are
-        values["partition"] = {"kind": "natural"} if _says_clients(values["data"]) else {"clients": 10}
+        values["partition"] = (
+            {"kind": "natural", "min_samples": 1} if _says_clients(values["data"]) else {"clients": 10}
+        )
     return RunConfig(
         **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices")},
         data=build(DataConfig, values["data"], "Data"),

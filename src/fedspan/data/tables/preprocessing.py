@@ -18,7 +18,7 @@ from fedspan.storage.atomic import write_atomic
 
 Matrix: TypeAlias = NDArray[np.float64]
 Who: TypeAlias = Callable[[int], str]
-"""Whose a row is, in words."""
+"""Whose a row is and which one, in words."""
 
 FILE = "preprocessing.json"
 Name: TypeAlias = Annotated[str, MaxLen(200)]
@@ -87,7 +87,7 @@ class Encoding(Agreed):
             if numbers is None:
                 row = _first_text(held.values)
                 raise DataError(
-                    f"{who(row)}: column '{name}' must hold numbers. Got {held.values[row]!r:.60} in row {row}; correct"
+                    f"{who(row)}: column '{name}' must hold numbers. Got {held.values[row]!r:.60}; correct"
                     " it, or name the column in data.categorical."
                 )
             return numbers[:, None]
@@ -119,7 +119,7 @@ class Encoding(Agreed):
                 held = columns[name]
                 row = _first_text(held.values)
                 raise DataError(
-                    f"{who(row)}: target '{name}' must hold numbers. Got {held.values[row]!r:.60} in row {row}; correct"
+                    f"{who(row)}: target '{name}' must hold numbers. Got {held.values[row]!r:.60}; correct"
                     " it, or set data.target_type = 'class'."
                 )
             values.append(numbers)
@@ -134,7 +134,7 @@ class Encoding(Agreed):
             row = int(np.flatnonzero(labels < 0)[0])
             raise DataError(
                 f"{who(row)}: target '{name}' must be one of {', '.join(self.class_names)[:200]}. Got"
-                f" {words[row]!r:.60} in row {row}; correct it, or list it in data.categories.{name}."
+                f" {words[row]!r:.60}; correct it, or list it in data.categories.{name}."
             )
         return labels
 
@@ -223,8 +223,7 @@ class Preprocessing(Agreed):
             row, k = (int(v[0]) for v in np.nonzero(gaps))
             name = [n for n, at in self._first_inputs().items() if at <= k][-1]
             raise DataError(
-                f"{who(row)}: column '{name}' has no value in row {row}; set data.missing to 'drop', 'mean' or"
-                " 'indicator'."
+                f"{who(row)}: column '{name}' has no value; set data.missing to 'drop', 'mean' or 'indicator'."
             )
         first = self._first_inputs()
         more = [gaps[:, first[name]] for name in self.indicators]

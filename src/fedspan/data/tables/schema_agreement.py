@@ -64,8 +64,10 @@ class DeviationSums(Agreed):
 # ------------------------------------------------------------------------------------------------ what a client does
 
 
-def describe_columns(columns: Columns, layout: TableLayout, train: Index, who: str) -> ClientSchema:
-    """What a client's columns are.
+def describe_columns(
+    columns: Columns, layout: TableLayout, train: Index, who: str, origin: Index | None = None
+) -> ClientSchema:
+    """What a client's columns are; `origin` says which rows of its file they are.
 
     Raises:
         DataError: naming client, column and remedy, if a column that is asked for is not there or has gaps.
@@ -79,11 +81,11 @@ def describe_columns(columns: Columns, layout: TableLayout, train: Index, who: s
         named = name in layout.categorical or name in layout.categories
         facts[name] = _facts(columns[name].take(train), named, MOST_CATEGORIES)
         if layout.missing == "error" and columns[name].missing.any():
-            raise DataError(_gap(columns[name], who, "set data.missing to 'drop', 'mean' or 'indicator'"))
+            raise DataError(_gap(columns[name], who, origin, "set data.missing to 'drop', 'mean' or 'indicator'"))
     targets = {}
     for name in layout.targets:
         if columns[name].missing.any():
-            raise DataError(_gap(columns[name], who, "complete it, or set data.missing = 'drop'", "target"))
+            raise DataError(_gap(columns[name], who, origin, "complete it, or set data.missing = 'drop'", "target"))
         targets[name] = _facts(columns[name], len(layout.targets) == 1, MOST_CATEGORIES)
     return ClientSchema(columns=facts, targets=targets)
 
@@ -99,9 +101,10 @@ def _facts(column: TableColumn, named: bool, most: int) -> ColumnFacts:
     return ColumnFacts(kind=kind, told=column.told, whole=whole, words=words if len(words) <= most else None)
 
 
-def _gap(column: TableColumn, who: str, remedy: str, what: str = "column") -> str:
+def _gap(column: TableColumn, who: str, origin: Index | None, remedy: str, what: str = "column") -> str:
     gaps = np.flatnonzero(column.missing)
-    return f"{who}: {what} '{column.name}' has {len(gaps)} missing value(s), first in row {gaps[0]}; {remedy}."
+    first = gaps[0] if origin is None else origin[gaps[0]]
+    return f"{who}: {what} '{column.name}' has {len(gaps)} missing value(s), first in row {first}; {remedy}."
 
 
 def first_sums(x: Matrix) -> ColumnSums:

@@ -58,6 +58,8 @@ def table_data(
     Raises:
         DataError: naming client, column and remedy, if tables cannot be read or do not fit together.
     """
+    if kind == "natural":
+        options = {"min_samples": 1, **options}
     tables = read_tables(find_source(source, root, "table"), MAX_BYTES)
 
     def divide(rows: Source, where: str) -> FederatedData:
@@ -114,18 +116,20 @@ def federate_tables(
     owners = _owners(parts, layout, natural, name)
     pool = _joined(parts, layout)
     marks = _marks(pool, layout)
+    origin = np.concatenate([np.arange(rows_in(c), dtype=np.int64) for c in parts.values()])  # rows of their files
     if layout.missing == "drop":
         kept = np.flatnonzero(~_gaps(pool, layout))
         if len(kept) == 0:
             raise DataError(f"{name}: missing = 'drop' leaves no row; use 'mean' or 'indicator', or drop columns.")
-        pool, owners, marks = taken(pool, kept), owners[kept], None if marks is None else marks[kept]
+        pool, owners, origin = taken(pool, kept), owners[kept], origin[kept]
+        marks = None if marks is None else marks[kept]
     rough = _rough_labels(pool, layout)
     if limit is not None and limit < len(owners):
         kept = balanced(rough, len(rough), limit, seed)
-        pool, owners, rough = taken(pool, kept), owners[kept], rough[kept]
+        pool, owners, origin, rough = taken(pool, kept), owners[kept], origin[kept], rough[kept]
         marks = None if marks is None else marks[kept]
     dealt = _deal(owners, rough, marks, divide, natural, len(parts) > 1, split, name)
-    return _examples(pool, layout, dealt, owners, name)
+    return _examples(pool, layout, dealt, origin, name)
 
 
 def _called(client: str) -> str:
@@ -272,7 +276,7 @@ def _deal(
     return replace(given, x=torch.zeros(len(labels), 1), y=y, **back)  # type: ignore[arg-type]
 
 
-def _examples(pool: Columns, layout: TableLayout, dealt: FederatedData, owners: Any, name: str) -> FederatedData:
+def _examples(pool: Columns, layout: TableLayout, dealt: FederatedData, origin: Index, name: str) -> FederatedData:
     """The examples of rows that are dealt: what the clients agree on is found from their training rows alone."""
     called = [_called(n) for n in dealt.names]
     owner = np.full(rows_in(pool), -1, np.int64)
@@ -281,29 +285,29 @@ def _examples(pool: Columns, layout: TableLayout, dealt: FederatedData, owners: 
             owner[part[i]] = i
 
     def who(row: int) -> str:
-        return called[owner[row]] if owner[row] >= 0 else name
+        return f"{called[owner[row]] if owner[row] >= 0 else name}, row {origin[row]}"
 
     schemas = {}
     for i, client in enumerate(dealt.names):
         rows = np.unique(np.concatenate([dealt.train[i], dealt.validation[i], dealt.test[i]]))
         train = np.searchsorted(rows, np.sort(dealt.train[i]))
-        schemas[client] = describe_columns(taken(pool, rows), layout, train, called[i])
+        schemas[client] = describe_columns(taken(pool, rows), layout, train, called[i], origin[rows])
     encoding, faults = agree(schemas, layout)
     _refuse(faults)
     used = np.flatnonzero(owner >= 0)  # rows of clients that were left out are not looked at
     inside = taken(pool, used)
     x = np.full((len(owner), len(encoding.names)), np.nan)
-    x[used] = encoding.matrix(inside, lambda row: who(int(used[row])))
+    x[used] = encoding.matrix(inside, _whose(who, used))
     made = fit_preprocessing([x[np.sort(t)] for t in dealt.train], dealt.names, encoding, layout)
-    y = _targets(encoding.targets(inside, lambda row: who(int(used[row]))), used, len(owner))
+    y = _targets(encoding.targets(inside, _whose(who, used)), used, len(owner))
     done = np.zeros((len(owner), len(made.names)))
     if made.standardise == "client":
         _own_rows(dealt)
         for i, client in enumerate(dealt.names):
-            rows = np.flatnonzero(owner == i)
-            done[rows] = made.finish(x[rows], made.scaling_of(client), _always(called[i]))
+            own = np.flatnonzero(owner == i)
+            done[own] = made.finish(x[own], made.scaling_of(client), _whose(who, own))
     else:
-        done[used] = made.finish(x[used], made.scaling, lambda row: who(int(used[row])))
+        done[used] = made.finish(x[used], made.scaling, _whose(who, used))
     return replace(
         dealt,
         x=torch.from_numpy(done).float(),
@@ -315,8 +319,9 @@ def _examples(pool: Columns, layout: TableLayout, dealt: FederatedData, owners: 
     )
 
 
-def _always(name: str) -> Who:
-    return lambda _: name
+def _whose(who: Who, rows: Index) -> Who:
+    """Whose rows are that were taken out of others."""
+    return lambda row: who(int(rows[row]))
 
 
 def task_hint(y: torch.Tensor, class_names: Sequence[str] | None) -> str:
