@@ -154,7 +154,9 @@ def server(folder: Folder, port: Port = None) -> None:
 def node(
     folder: NodeFolder,
     superlink: Annotated[str, typer.Option("--server", help="host:port of the server or its proxy.")],
-    data: Annotated[Path | None, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test.")] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test; or a table (.csv, .parquet).")
+    ] = None,
     loader: Annotated[str | None, typer.Option("--loader", help="package.module:function that returns them.")] = None,
     partition: Annotated[
         int | None, typer.Option("--partition", help="A client of the experiment's partition.")
@@ -276,12 +278,23 @@ def proxy(
 @deploy.command()
 def predict(
     folder: NodeFolder,
-    data: Annotated[Path, typer.Option("--data", help="npz with x, and perhaps y to compare with.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Write classes (or values) as .npy.")] = None,
+    data: Annotated[Path, typer.Option("--data", help="npz with x, or a table; perhaps with labels.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Write it as .npy, or of a table as .csv.")] = None,
 ) -> None:
     """Predict with a node's personal model, on the node, without the server."""
-    from fedspan.deploy.node.inference import predict_npz
+    from fedspan.data.tables.arrow_files import is_table
+    from fedspan.deploy.node.inference import predict_npz, predict_table
+    from fedspan.storage.atomic import write_atomic
 
+    if is_table(data):
+        made = predict_table(folder, data)
+        if out is not None:
+            write_atomic(user_path(out, "--out"), made.csv())
+        else:
+            typer.echo(made.csv(), nl=False)
+        if made.right is not None:
+            note(f"{100 * made.right:.2f} % right of {len(made.rows)}.")
+        return
     found, right = predict_npz(folder, data)
     if out is not None:
         import numpy as np
@@ -318,15 +331,17 @@ def _config(exp: Path, overrides: Sequence[str]) -> RunConfig:
     return deployable(load_config(exp, overrides).resolve())
 
 
-def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind:
-    """What examples look like: from the source's name, from data, or as the user says."""
+def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind | None:
+    """What examples look like: from the source's name, from data, or as the user says; None for nodes' own tables."""
     from fedspan.deploy.experiment import DataKind, kind_of
 
     known = kind_of(config)
     if known is not None:
         return known
     if data is not None:
-        return DataKind(tuple(data.x.shape[1:]), data.classes)
+        return DataKind.of(data)
+    if config.data.is_table:
+        return None
     if shape is None:
         raise ConfigError(f"deploy run: the source '{config.data.source}' is not a known one; say --shape 3,32,32.")
     try:

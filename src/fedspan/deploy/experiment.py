@@ -33,10 +33,20 @@ class DataKind:
     shape: tuple[int, ...]
     classes: int | None
     dtype: str = "float32"
+    targets: int = 1
+    """Numbers to be predicted of an example, where they are no classes."""
+
+    @staticmethod
+    def of(data: FederatedData) -> DataKind:
+        """What examples of these data look like."""
+        dtype = str(data.x.dtype).removeprefix("torch.") if not data.x.is_floating_point() else "float32"
+        targets = data.y.shape[1] if data.classes is None and data.y.ndim == 2 else 1
+        return DataKind(tuple(data.x.shape[1:]), data.classes, dtype, targets)
 
     def facts(self) -> dict[str, Any]:
         """As a node tells it."""
-        return {"shape": list(self.shape), "classes": self.classes, "dtype": self.dtype}
+        several = {} if self.targets == 1 else {"targets": self.targets}
+        return {"shape": list(self.shape), "classes": self.classes, "dtype": self.dtype, **several}
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,9 @@ def stand_in(kind: DataKind, clients: int, seed: int) -> FederatedData:
     x = normal(key(seed, "stand-in"), (n, *kind.shape)).to(dtype) if dtype.is_floating_point else None
     if x is None:
         x = torch.zeros(n, *kind.shape, dtype=dtype)
-    y = torch.zeros(n) if kind.classes is None else torch.arange(n) % kind.classes
+    y = torch.zeros(n) if kind.targets == 1 else torch.zeros(n, kind.targets)
+    if kind.classes is not None:
+        y = torch.arange(n) % kind.classes
     rows = np.arange(n, dtype=np.int64)
     return FederatedData(
         x=x,

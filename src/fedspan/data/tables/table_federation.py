@@ -136,9 +136,15 @@ def _called(client: str) -> str:
     return f"client {client}"
 
 
-def _need_columns(columns: Columns, layout: TableLayout, who: str) -> None:
+def _need_columns(columns: Columns, layout: TableLayout, who: str, client: bool = True) -> None:
     """Refuse a table without the columns that say whose a row is and what it is for."""
-    for name in (layout.client, layout.split, *layout.targets, *layout.features, *layout.categorical):
+    for name in (
+        layout.client if client else None,
+        layout.split,
+        *layout.targets,
+        *layout.features,
+        *layout.categorical,
+    ):
         if name is not None and name not in columns:
             raise DataError(f"{who}: column '{name}' is missing.{nearest(name, columns)}")
     for name in layout.categories:
@@ -376,7 +382,7 @@ def one_client(
     Args:
         parts: divides so many rows, where no split column says it.
     """
-    _need_columns(columns, layout, who)
+    _need_columns(columns, layout, who, client=False)
     if layout.missing == "drop":
         columns = taken(columns, np.flatnonzero(~_gaps(columns, layout)))
     n = rows_in(columns)

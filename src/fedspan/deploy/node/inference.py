@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,11 @@ from fedspan.data.formats.part import FilePart
 from fedspan.data.sources.assemble import assemble
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.data.sources.load import MAX_BYTES
+from fedspan.data.tables.arrow_files import read_table
+from fedspan.data.tables.table_columns import columns_of
 from fedspan.deploy.experiment import DataKind, Experiment, read_config, read_experiment
-from fedspan.deploy.node.service import owners_code
+from fedspan.deploy.node.own_table import WHO, OwnTable, kept_agreement
+from fedspan.deploy.node.service import owners_code, read_settings
 from fedspan.errors import ConfigError, DataError
 from fedspan.learn.task import Task
 from fedspan.method import Abilities
@@ -49,6 +55,56 @@ def predict_npz(folder: Path, path: Path) -> tuple[NDArray[Any], float | None]:
         output = torch.cat([able.adapts.predict(task, weights, x[k : k + 512]) for k in range(0, n, 512)])
     found: NDArray[Any] = (output.argmax(1) if kind.classes is not None else output).numpy()
     return found, float((found == y).mean()) if "y" in arrays and kind.classes is not None else None
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a personal model says of rows of a table."""
+
+    columns: list[str]
+    rows: list[list[str]]
+    right: float | None
+
+    def csv(self) -> str:
+        """As the text of a CSV file."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerows([self.columns, *self.rows])
+        return out.getvalue()
+
+
+def predict_table(folder: Path, path: Path) -> Predicted:
+    """The class of every row of a CSV or parquet file with the probability of each, or its values.
+
+    Rows need no target; where they have one, `right` is the share that is predicted as it says.
+
+    Raises:
+        DataError: naming column and row, if the table is not like the one the model was trained on.
+    """
+    experiment, config, weights, about = _load(folder)
+    if not config.data.is_table:
+        raise ConfigError(
+            f"deploy: the node's model was trained on arrays, so its data must be .npz. Got {path.name!r}."
+        )
+    kept = kept_agreement(folder / "state", experiment.text)
+    where = read_settings(folder)
+    own = OwnTable(Path(where["data"]), config, kept.client).federation(kept.preprocessing).preprocessing
+    assert own is not None
+    columns = columns_of(read_table(path, MAX_BYTES), path.name)
+    x = torch.from_numpy(own.apply(columns, lambda row: f"{path.name}, row {row}", WHO))
+    able, task = Abilities(experiment.method), _task(experiment, about)
+    x = x.float().to(next(iter(tree.leaves(weights))).dtype)
+    with torch.no_grad():
+        output = torch.cat([able.adapts.predict(task, weights, x[k : k + 512]) for k in range(0, len(x), 512)])
+    target, names = own.encoding.target, own.encoding.class_names
+    if names is None:
+        return Predicted(target, [[repr(v) for v in row] for row in output.reshape(len(x), -1).tolist()], None)
+    found = [names[k] for k in output.argmax(1).tolist()]
+    shares = torch.softmax(output.double(), 1).tolist()
+    known = columns[target[0]].words() if target[0] in columns else None
+    right = None if known is None else sum(a == b for a, b in zip(found, known)) / len(found)
+    rows = [[label, *(f"{p:.6f}" for p in of)] for label, of in zip(found, shares)]
+    return Predicted([target[0], *(f"P({n})" for n in names)], rows, right)
 
 
 def export_model(folder: Path, file: Path) -> dict[str, Any]:

@@ -36,8 +36,7 @@ class Node:
     @property
     def kind(self) -> DataKind:
         """What its examples look like."""
-        dtype = str(self.data.x.dtype).removeprefix("torch.") if not self.data.x.is_floating_point() else "float32"
-        return DataKind(tuple(self.data.x.shape[1:]), self.data.classes, dtype)
+        return DataKind.of(self.data)
 
     def handle(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
         """Answer one request of the server: `hello`, `train` or `evaluate`."""

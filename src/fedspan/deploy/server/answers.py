@@ -40,6 +40,7 @@ class HelloAnswer(CheckedFacts):
     shape: Annotated[list[Count], MaxLen(16)]
     classes: Count | None
     dtype: Word
+    targets: Count = 1
 
 
 class TrainAnswer(CheckedFacts):

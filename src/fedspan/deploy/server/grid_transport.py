@@ -17,6 +17,7 @@ import torch
 
 from fedspan import tree, wire
 from fedspan.data.federated import Index
+from fedspan.data.tables.preprocessing import Preprocessing
 from fedspan.deploy.experiment import DataKind, Experiment
 from fedspan.deploy.node.node import describe_coded
 from fedspan.deploy.policy import Policy
@@ -44,6 +45,7 @@ class GridTransport:
         kind: what examples look like.
         record: holds the server's state, and what is known of the nodes (`progress.deployed`).
         log: told one line at a time what happens.
+        agreed: how rows of the nodes' tables become examples, which a node is told when it registers.
     """
 
     who = "Server"
@@ -60,7 +62,9 @@ class GridTransport:
         record: Record,
         policy: Policy,
         log: Callable[[str], None],
+        agreed: Preprocessing | None = None,
     ) -> None:
+        self.agreed = agreed
         self.experiment, self.engine, self.kind, self.grid = experiment, engine, kind, grid
         self.roster, self.record, self.policy, self.log = roster, record, policy, log
         self.clients, self.dtype = len(roster.nodes), experiment.settings.torch_dtype
@@ -275,7 +279,8 @@ class GridTransport:
         if not new:
             return
 
-        requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients}, {}) for i in new}
+        agreed = {} if self.agreed is None else {"preprocessing": self.agreed.model_dump()}
+        requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients, **agreed}, {}) for i in new}
         t = self.record.progress.round
         exchange = self._exchange("hello", t, requests, self._registered, enough=len(new), ledger=Ledger())
         for i, sizes in exchange.got.items():
@@ -292,7 +297,7 @@ class GridTransport:
         sizes = {"examples": answer.examples, "held_out": answer.held_out}
         if max(sizes.values()) > most:
             raise Refused(f"{who}: it must have at most {most} examples. Got {max(sizes.values())}.")
-        if DataKind(tuple(answer.shape), answer.classes, answer.dtype) != self.kind:
+        if DataKind(tuple(answer.shape), answer.classes, answer.dtype, answer.targets) != self.kind:
             raise Refused(f"{who}: its examples must be like {self.kind.facts()}.")
         return sizes
 

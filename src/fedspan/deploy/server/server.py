@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedspan.data.tables.preprocessing import Preprocessing
 from fedspan.deploy.experiment import DataKind, Experiment, stand_in
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
@@ -27,6 +28,7 @@ class Server(RoundDriver):
         kind: what examples look like.
         out: the run directory; a run found there is resumed, unless `fresh`.
         log: told one line at a time what happens.
+        agreed: how rows of the nodes' tables become examples.
     """
 
     always_save = True  # messages cost seconds: a checkpoint after every round is cheap
@@ -43,6 +45,7 @@ class Server(RoundDriver):
         out: Path | None = None,
         fresh: bool = False,
         log: Callable[[str], None] = lambda _: None,
+        agreed: Preprocessing | None = None,
     ) -> None:
         self.experiment, self.roster, self.log = experiment, roster, log
         clients = len(roster.nodes)
@@ -50,7 +53,7 @@ class Server(RoundDriver):
         federation = experiment.federation(clients, roster.groups)
         config = {**experiment.config, "nodes": list(map(str, roster.nodes))}
         record = Record(engine, federation, experiment.settings, config=config, out=out, fresh=fresh, clients=False)
-        transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log)
+        transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log, agreed)
         super().__init__(engine, record, transport, rounds=experiment.rounds, config=experiment.config)
 
     def run(self, on_round: OnRound | None = None) -> Result:
