@@ -334,7 +334,7 @@ def task_hint(y: torch.Tensor, class_names: Sequence[str] | None) -> str:
     """What kind of task targets look like: classes, numbers, or several numbers that are all 0 or 1."""
     if class_names is not None:
         return "classification"
-    return "multilabel" if y.ndim == 2 and bool(((y == 0) | (y == 1)).all()) else "regression"
+    return "multi-label" if y.ndim == 2 and bool(((y == 0) | (y == 1)).all()) else "regression"
 
 
 def _targets(y: Any, used: Index, rows: int) -> torch.Tensor:
