@@ -142,13 +142,13 @@ def test_a_flower_federation() -> None:
 
 
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "loader": (lambda: [DataLoader(Pairs(*arrays()[0]))], {}, "client 0 must be .* Got a DataLoader.* pass its .dataset"),
-    "iterable": (lambda: [type("S", (IterableDataset,), {"__iter__": lambda s: iter(())})()], {}, "client 0 must be a Dataset with a length"),
+    "loader": (lambda: [DataLoader(Pairs(*arrays()[0]))], {}, "client 0 must be .* Got a DataLoader.*its .dataset"),
+    "iterable": (lambda: [Stream()], {}, "client 0 must be a Dataset with a length"),
     "triple": (lambda: [(1, 2, 3)], {}, r"client 0 must be an \(x, y\) pair.* of length 3"),
     "array": (lambda: [np.zeros(3)], {}, "client 0 must be .* Got a value of type ndarray"),
     "path": (lambda: "heart.csv", {}, "clients must be a list or dict .* Got a value of type str"),
     "lone data set": (lambda: Pairs(*arrays()[0]), {}, "put it in a list"),
-    "none": (lambda: [], {}, "at least one client"),
+    "none": (list, {}, "at least one client"),
     "ragged": (lambda: [Pairs([torch.zeros(2), torch.zeros(3)], [0, 1])], {}, "of one shape .*pass collate"),
     "single": (lambda: [Pairs.__new__(Singles)], {}, r"an example must be a pair \(x, y\)"),
     "by name": (lambda: [Named()], {}, "examples by name need the name of the label, one of a, b"),
@@ -156,8 +156,13 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no target": (lambda: [_arrow()], {}, "pass target="),
     "both": (lambda: [_arrow(), arrays()[0]], {"target": "label"}, "must all be frames, or none"),
     "bad collate": (lambda: arrays(), {"collate": lambda s: s[0][0]}, r"collate must return \(x, y\)"),
-    "short collate": (lambda: arrays(), {"collate": lambda s: (torch.zeros(1, 1), [0])}, "a row for each of 40 examples"),
+    "short collate": (lambda: arrays(), {"collate": lambda s: (torch.zeros(1, 1), [0])}, "each of 40 examples"),
 }  # fmt: skip
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 class Singles(Dataset[Any]):
@@ -251,8 +256,8 @@ def test_a_tuple_is_given_by_place_and_changes_the_identity(tmp_path: Path) -> N
     run = {"rounds": 2, "out": tmp_path / "run"}
     fedspan.simulate(fedspan.make("fedavg", lr=0.1), Sum(), fedspan.federate(clients), **run)  # type: ignore[arg-type]
     swapped = [((pair[1], pair[0]), y) for pair, y in clients]
-    with pytest.raises(fedspan.FedspanError, match="data.examples"):
+    with pytest.raises(fedspan.FedspanError, match=r"data\.examples"):
         fedspan.simulate(fedspan.make("fedavg", lr=0.1), Sum(), fedspan.federate(swapped), **run)  # type: ignore[arg-type]
     bad = [((pair[0], pair[1][:3]), y) for pair, y in clients]
-    with pytest.raises(DataError, match="client 0 must have as many labels as examples. Got 3 and 12 and 12"):
+    with pytest.raises(DataError, match=r"client 0 must have as many labels as examples\. Got 3 and 12 and 12"):
         fedspan.federate(bad)

@@ -210,7 +210,7 @@ BAD = {
     "missing column": ({"oslo": "age=35"}, {}, r"client oslo: column 'age' is missing, which 2 of 3 clients have"),
     "text among numbers": ({"oslo": "abc"}, {}, r"client oslo: column 'age' must hold numbers.* such as 'abc'"),
     "a new category": ({"oslo": "unseen"}, {}, r"client oslo, row 3: column 'pain' has the category 'strange'"),
-    "text for regression": ({}, {"target_type": "number"}, r"client \w+: target 'ill' must hold numbers for regression"),
+    "text for regression": ({}, {"target_type": "number"}, r"client \w+: target 'ill' must hold numbers"),
     "no such target": ({}, {"target": "illl"}, r"column 'illl' is missing. Did you mean 'ill'"),
     "no such split": ({}, {"split": "pain"}, r"column 'pain' must say train, validation or test.*'typical' in row"),
     "too few classes": ({}, {"categories": {"ill": ["no"]}}, r"target 'ill' must be one of no. Got 'yes'"),

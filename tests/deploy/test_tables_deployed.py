@@ -190,6 +190,6 @@ def test_lying_and_silent_nodes_cost_nobody_else(tmp_path: Path) -> None:
     assert any(line.startswith("Client oslo is left out: 'answer.total.0' of its facts must") for line in said), said
     assert len(agreed.names) > 3
     grid.spoil = lambda i, reply: None
-    with pytest.raises(FedspanError, match="2 nodes with tables that fit together are needed. Got 0"):
+    with pytest.raises(FedspanError, match="2 nodes with tables that fit together are needed"):
         agree_on_table(config, grid, roster, replace(AT_ONCE, deadline=0.1), out, fresh=True, log=said.append)
     assert said[-1] == "Client rome is left out: no answer before the deadline."

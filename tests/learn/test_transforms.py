@@ -99,7 +99,7 @@ def test_evaluation_sees_examples_as_they_are() -> None:
 
 def test_transforms_are_part_of_a_run(tmp_path: Path) -> None:
     run(pictures().transformed(flip=0.5), out=tmp_path / "run")
-    with pytest.raises(fedspan.FedspanError, match="data.transforms"):
+    with pytest.raises(fedspan.FedspanError, match=r"data\.transforms"):
         run(pictures().transformed(flip=0.25), out=tmp_path / "run")
 
 
@@ -138,5 +138,5 @@ def test_an_experiment_file_names_transforms_and_code() -> None:
     assert data.transforms is not None and data.transforms.crop == 1 and len(data.transforms.functions) == 1
     with only_allowing([], "allow {package}"), pytest.raises(ConfigError, match="'test_transforms' must be allowed"):
         assemble_data(config)
-    with pytest.raises(ConfigError, match="unknown key 'flop'. Did you mean 'flip'"):
+    with pytest.raises(ConfigError, match="unknown key 'flop'"):
         from_dict({"data": {"transforms": {"flop": 1}}})

@@ -42,8 +42,8 @@ def fetch(name: str, root: str | Path | None = None, mirror: str | Path | None =
     """Put a data set of `KNOWN` under ROOT/NAME, unless it is there.
 
     Args:
-        mirror: a folder that holds it, as NAME/train.parquet and NAME/test.parquet (or IDX files); without it the hub is
-            asked, which needs the `datasets` library and a network.
+        mirror: a folder that holds it, as NAME/train.parquet and NAME/test.parquet (or IDX files); without it the hub
+            is asked, which needs the `datasets` library and a network.
 
     Raises:
         ConfigError: for a name that is not known, or if no folder is given.
@@ -83,8 +83,8 @@ def _from_mirror(name: str, mirror: Path, place: Path) -> list[Path]:
     found = _files(mirror / name) or _files(mirror)
     if not found:
         raise DataError(
-            f"Data: '{name}' was not found in the mirror. Looked at: {mirror / name}, {mirror}. It must hold train.parquet"
-            " and test.parquet, or IDX files."
+            f"Data: '{name}' was not found in the mirror. Looked at: {mirror / name}, {mirror}. It must hold"
+            " train.parquet and test.parquet, or IDX files."
         )
     made = []
     with writing(place):
@@ -104,8 +104,8 @@ def _from_hub(name: str, known: Known, place: Path) -> list[Path]:
         )
     except Exception as error:  # no network, gated, moved: the library has its own kinds
         raise DataError(
-            f"Data: '{name}' could not be had from the Hugging Face hub ({known.hub}): {short(error)}. It needs a network;"
-            f" or give a folder that holds it: fedspan data get {name} --mirror DIR."
+            f"Data: '{name}' could not be had from the Hugging Face hub ({known.hub}): {short(error)}. It needs a"
+            f" network; or give a folder that holds it: fedspan data get {name} --mirror DIR."
         ) from None
     if "train" not in found:
         raise DataError(f"Data: '{known.hub}' must have a split called train. Got {', '.join(found)}.")
