@@ -262,7 +262,7 @@ def test_unseen_categories_may_count_as_none(hospitals: Path) -> None:
         ("a,b\n", "at least one row"),
         ("a,a\n1,2\n", "'a' twice"),
         ("a,b\n1,2\n3\n", "must be a CSV file"),
-        ("a,b,who,y\ninf,1,p,1\n", "must hold finite numbers. Got infinity in row 0"),
+        ("a,b,who,y\ninf,1,p,1\n", "must hold finite numbers of usual size. Got infinity in row 0"),
         ("a,b,who,y\n1,1,,1\n", "must hold a client's name or number in every row. Got none in row 0"),
     ],
 )

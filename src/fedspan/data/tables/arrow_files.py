@@ -39,7 +39,12 @@ def read_table(path: Path, limit: int) -> Any:
     if not path.is_file():
         raise DataError(f"Data: table {path}: there is no such file.")
     table = _parquet(path, limit) if path.name.lower().endswith(".parquet") else _csv(path, limit)
-    names = printable(list(table.column_names))
+    try:
+        names = printable(list(table.column_names))
+    except UnicodeDecodeError:
+        raise DataError(
+            f"{path.name}: names of columns must be UTF-8. Got other bytes; save the file as UTF-8."
+        ) from None
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise DataError(f"{path.name}: every column must have a name of its own. Got '{twice[0]}' twice.")

@@ -64,10 +64,13 @@ class TableColumn:
             found = np.array([np.nan if v is None else float(v) for v in self.values], np.float64)
         except (TypeError, ValueError):
             return None
-        return None if self.kind == "other" or np.isinf(found).any() else found
+        return None if self.kind == "other" or (np.abs(found) > LARGEST).any() else found
 
 
 Columns: TypeAlias = dict[str, TableColumn]
+
+LARGEST = 1e30
+"""The largest number of a column: its square over all rows is still a finite number, and single precision holds it."""
 
 _TRUTH = {0.0: "false", 1.0: "true"}
 
@@ -134,11 +137,12 @@ def _column(cells: Any, name: str, where: str) -> TableColumn:
         return TableColumn(name, "number", np.array(cells.cast(pa.float64()).to_numpy(), np.float64), told)
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
         values = np.array(cells.cast(pa.float64(), safe=False).to_numpy(), np.float64)
-        if np.isinf(values).any():
-            row = int(np.flatnonzero(np.isinf(values))[0])
+        if (np.abs(values) > LARGEST).any():
+            row = int(np.flatnonzero(np.abs(values) > LARGEST)[0])
+            got = "infinity" if np.isinf(values[row]) else f"{values[row]:g}"
             raise DataError(
-                f"{where}: column '{name}' must hold finite numbers. Got infinity in row {row}; correct it, or leave"
-                " the cell empty and set data.missing."
+                f"{where}: column '{name}' must hold finite numbers of usual size. Got {got} in row {row}; correct it, or"
+                " leave the cell empty and set data.missing."
             )
         return TableColumn(name, "number", values, told)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):

@@ -88,7 +88,8 @@ def predict_table(folder: Path, path: Path) -> Predicted:
         )
     kept = kept_agreement(folder / "state", experiment.text)
     where = read_settings(folder)
-    own = OwnTable(Path(where["data"]), config, kept.client).federation(kept.preprocessing).preprocessing
+    with owners_code(folder):
+        own = OwnTable(Path(where["data"]), config, kept.client).federation(kept.preprocessing).preprocessing
     assert own is not None
     columns = columns_of(read_table(path, MAX_BYTES), path.name)
     x = torch.from_numpy(own.apply(columns, lambda row: f"{path.name}, row {row}", WHO))
