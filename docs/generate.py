@@ -233,6 +233,7 @@ def configuration_page() -> str:
     from fedspan.config import RunConfig
     from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig
     from fedspan.deploy.policy import Policy
+    from fedspan.learn.transforms import Transforms
     from fedspan.simulation.devices import Devices
     from fedspan.simulation.settings import Settings
 
@@ -249,6 +250,7 @@ def configuration_page() -> str:
     sections: list[tuple[str, str, list[str]]] = [
         ("At the top", "", keys(RunConfig, without=tables)),
         ("[data]", "The sources are listed in [Data](data.md).", keys(DataConfig)),
+        ("[data.transforms]", "", keys(Transforms, ["functions"])),
         ("[partition]", "Kinds and their options are listed in [Data](data.md).", keys(PartitionConfig, ["options"])),
         ("[model]", "Kinds and their options are listed in [Models](models.md).", keys(ModelConfig, ["options"])),
         ("[method] and [methods.NAME]", textwrap.dedent(method), []),
@@ -256,7 +258,7 @@ def configuration_page() -> str:
         ("[devices]", "", keys(Devices)),
         ("The policy of a deployment", "Options of `fedspan deploy run`, not keys of the file.", keys(Policy)),
     ]
-    classes = {"[train]": Settings, "[devices]": Devices}
+    classes = {"[train]": Settings, "[devices]": Devices, "[data.transforms]": Transforms}
     parts = [textwrap.dedent(intro).splitlines()]
     for title, text, rows in sections:
         about = prose(classes[title].__doc__) if title in classes else text.splitlines()
