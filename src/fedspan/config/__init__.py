@@ -77,7 +77,8 @@ class RunConfig:
             raise ConfigError(
                 f"Partition: clients must be at most the number of examples, {at_most}. Got {self.partition.clients}."
             )
-        if self.train.evaluate_part == "validation" and self.partition.validation == 0:
+        marked = self.data.table.split is not None  # the column may mark validation rows
+        if self.train.evaluate_part == "validation" and self.partition.validation == 0 and not marked:
             raise ConfigError("Train: evaluate_part 'validation' needs partition.validation above 0. Got 0.")
 
     def fields_of(self, name: str, compared: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:

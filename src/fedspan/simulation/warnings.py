@@ -67,10 +67,12 @@ def scales_apart(data: FederatedData) -> str | None:
     ratio = float(deviation[most] / deviation[least])
     if ratio < SCALES_APART:
         return None
-    held = ", ".join(f"feature {k}: {float(deviation[k]):.3g}" for k in (most, least))
+    names = None if data.preprocessing is None else data.preprocessing.names
+    called = {k: f"feature {k}" if names is None else f"'{names[k]}'" for k in (most, least)}
+    held = ", ".join(f"{called[k]}: {float(deviation[k]):.3g}" for k in (most, least))
     return (
         f"Data: deviations of features differ by a factor of {ratio:,.0f} ({held}), so that few of them decide every"
-        " step; standardise them."
+        f" step; standardise them{'' if names is None else ' (data.standardise)'}."
     )
 
 
