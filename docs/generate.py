@@ -166,6 +166,7 @@ def readme() -> str:
 
 def methods_page() -> str:
     """Every method: what it keeps and sends, measured; its fields with their sentences; limiting cases; tables."""
+    from fedspan.cli.methods import computed
     from fedspan.cli.probe import facts, published, traffic
     from fedspan.methods.equivalences import of
 
@@ -177,17 +178,19 @@ def methods_page() -> str:
         way). *Up as mean* is what the server needs only the weighted mean of, *up each* what it must see client by
         client; *secure sum* says whether uploads could be added up without being seen. Limiting cases are tested to
         1e-12, see [equivalences](equivalences.md); published tables are those that `fedspan reproduce` runs the method
-        in, beside the printed figures.
+        in, beside the printed figures. *Disclosed* is what a curious server can compute from one client's upload, with
+        default fields: it is declared next to each method and held to [attacks](../explanation/disclosure.md) by tests.
 
         Names of parts are the papers' symbols, explained in each method's own text below."""
-    titles = ("method", "kept", "down", "up as mean", "up each", "secure sum", "bytes down / up")
+    titles = ("method", "kept", "down", "up as mean", "up each", "secure sum", "disclosed", "bytes down / up")
     parts: list[list[str]] = [textwrap.dedent(intro).splitlines()]
     for title, methods in families():
         rows = []
         for name in methods:
             f, (down, up) = about[name], traffic(name)
             symbols = (", ".join(f[k]) for k in ("private", "shared", "sent_mean", "sent_each"))
-            rows.append((f"[`{name}`](#{name})", *symbols, f["secure_aggregation"], f"{down:,} / {up:,}"))
+            told = f["secure_aggregation"], computed(f, "keywords")
+            rows.append((f"[`{name}`](#{name})", *symbols, *told, f"{down:,} / {up:,}"))
         parts.append([f"**{title}**", "", *table(titles, rows)])
     for title, methods in families():
         parts.append([f"## {title}"])
@@ -196,6 +199,8 @@ def methods_page() -> str:
             facts_of = [
                 ("paper", reference(classes[name])),
                 ("in one line", says),
+                ("the server receives", ", ".join(f["sent_mean"] + f["sent_each"]) or "nothing but a weight"),
+                ("of a client it can compute", computed(f)),
                 ("source", f"`{f['file']}`"),
                 ("equations cited", ", ".join(f["equations"])),
                 ("limiting cases tested", cases),

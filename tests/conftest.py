@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import Any, TypeVar
 
 # Before torch starts: more threads than cores would make tests ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["FEDSPAN_SETTINGS"] = ""  # whatever the user who runs the tests has settled
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background; commands under test inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest

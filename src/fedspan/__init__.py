@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Observed,
         Ranked,
     )
+    from fedspan.method.disclosure import Discloses
     from fedspan.method.protocol import About, ClientInfo, Down, Federation, Method, Round, Sent, Visit
     from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.randomness import normal, uniform
@@ -63,6 +64,7 @@ __all__ = [
     "ConfigError",
     "Converts",
     "DataError",
+    "Discloses",
     "Divergence",
     "Down",
     "Epochs",
@@ -122,6 +124,7 @@ _PLACES: dict[str, str] = {
     "fedspan.learn.transforms": "Transforms",
     "fedspan.method.bases": "Averaging Sharing Training",
     "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Lifts Observed Ranked",
+    "fedspan.method.disclosure": "Discloses",
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
     "fedspan.methods": "METHODS allow_code make register",
     "fedspan.randomness": "normal uniform",

@@ -23,7 +23,7 @@ from fedspan import tree, wire
 from fedspan.deploy.envelope import seal, unseal
 from fedspan.deploy.experiment import read_config
 from fedspan.deploy.node import worker
-from fedspan.deploy.operations import prefork
+from fedspan.deploy.operations import prefork, unix_socket
 from fedspan.deploy.operations.keys import make_keys
 from fedspan.deploy.operations.proxy import nginx
 from fedspan.deploy.policy import Policy
@@ -322,6 +322,8 @@ def test_a_worker_answers_its_owner_and_says_what_went_wrong(tmp_path: Path, mon
     assert worker.call(tmp_path, {"experiment": "e", "facts": {"a": 1}}, body) == ({"got": "e", "a": 1}, body[::-1])
     with pytest.raises(worker.WorkerFault, match="told to fail"):
         worker.call(tmp_path, {"experiment": "e", "facts": {"fail": True}}, b"")
+    unix_socket.remove_note(tmp_path / worker.NOTE)  # the thread does not end before the process does
+    assert not where.parent.exists()
 
 
 def test_the_starter_forks_flowers_program_and_without_it_the_program_runs_itself(tmp_path: Path) -> None:

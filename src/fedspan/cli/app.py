@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -109,6 +111,10 @@ def options(
 
 def main() -> None:
     """The entry point `fedspan`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Windows writes to files and pipes in an old code page, which has no θ.
+            stream.reconfigure(errors="replace")
     keep_freed_memory()  # the process is ours alone; CFL's server step on 100 clients took half its time in page faults
     with one_interrupt():
         app()

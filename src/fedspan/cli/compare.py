@@ -125,7 +125,7 @@ def compare_runs(
         texts |= {"paired.md": paired.to_markdown(found), "paired.csv": paired.to_csv(found)}
         texts |= {"paired.tex": paired.to_latex(found)}
     for name, text in texts.items():
-        (out / name).write_text(text, encoding="utf-8")
+        (out / name).write_text(text, encoding="utf-8", newline="\n")
     pictures = _figures(runs, against, bool(found))
     written = [*texts]
     for name, draw in pictures.items():

@@ -98,6 +98,7 @@ def _local(
     from fedspan.method.named_code import allowance
 
     data = assemble_data(config)  # before anything is started: what cannot be loaded is said at once
+    _warn(config, nodes)
     names = [f"node-{i}" for i in range(nodes)]
     if not (folder / "server").exists():
         make_keys(folder, names)
@@ -184,6 +185,7 @@ def node(
         allowed.need(loader.partition(":")[0].partition(".")[0], loader, "deploy node: --loader")
     start_node(folder, superlink, {k: v for k, v in place.items() if v is not None}, warm=not cold)
     say(f"{folder.name} is started. Its log: {folder / 'supernode.log'}; which runs it serves: {folder / 'node.toml'}.")
+    say(f"What a run finds to say about its data, to you alone: {folder / 'warnings.txt'}.")
 
 
 @deploy.command()
@@ -211,6 +213,7 @@ def run(
     known = made.register()
     config = _config(exp, [*(overrides or []), f"partition.clients={len(known)}"])
     policy = Policy(deadline=deadline, quorum=quorum, over_selection=over_selection, norm_factor=norm_factor)
+    _warn(config, len(known))
     number = made.submit(config, _kind(config, None, shape), policy, fresh=fresh)
     say(f"Run {number} is ordered: {config.method['name']}, {config.rounds} rounds, {len(known)} nodes.")
     if not detach:
@@ -329,6 +332,14 @@ def _config(exp: Path, overrides: Sequence[str]) -> RunConfig:
     from fedspan.deploy.experiment import deployable
 
     return deployable(load_config(exp, overrides).resolve())
+
+
+def _warn(config: RunConfig, clients: int) -> None:
+    """Say what is probably not meant, as far as it can be known without the nodes' data."""
+    from fedspan.simulation import warnings
+
+    for sentence in warnings.of_settings(config.only(config.method["name"]), clients, config.rounds):
+        note(sentence)
 
 
 def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind | None:

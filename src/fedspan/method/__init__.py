@@ -16,6 +16,7 @@ from fedspan.method.capabilities import (
     Ranked,
     norm_of_state,
 )
+from fedspan.method.disclosure import Discloses
 from fedspan.method.panels import Findings, Panel, Seen
 from fedspan.method.protocol import (
     About,
@@ -42,6 +43,7 @@ __all__ = [
     "ClientInfo",
     "Coded",
     "Converts",
+    "Discloses",
     "Down",
     "Federation",
     "Findings",

@@ -12,7 +12,7 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, Down, Federation, Round, Sent, Sharing, Visit, Yardstick
+from fedspan.method import About, Capacity, Discloses, Down, Federation, Round, Sent, Sharing, Visit, Yardstick
 from fedspan.tree import Tree
 
 
@@ -24,7 +24,12 @@ class Oracle(Sharing):
     group = the group of each client. Kept: h, the private head if `private_head`. Sent: theta, each client's own.
     """
 
-    about = About(reference="yardstick", needs_groups=True, yardstick=Yardstick("told", "knowing the groups"))
+    about = About(
+        reference="yardstick",
+        needs_groups=True,
+        yardstick=Yardstick("told", "knowing the groups"),
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 

@@ -18,7 +18,9 @@ from fedspan.simulation.settings import Settings
 FREE_SECTIONS = frozenset({"name", "rounds"})
 """Of a configuration: what a run is called, and how many rounds it shall have; more rounds go on with the same run."""
 
-FREE_SETTINGS = frozenset({"evaluate_after", "workers", "checkpoint_every", "checkpoint_seconds", "memory_mb"})
+FREE_SETTINGS = frozenset(
+    {"evaluate_after", "workers", "start_method", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
+)
 """Of `Settings`: how and where a run is carried out and saved, and what is measured besides."""
 
 GIVEN = frozenset({"train", "method", "methods"})

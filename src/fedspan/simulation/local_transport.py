@@ -21,11 +21,9 @@ from fedspan.simulation.engine import Engine, chunk_size
 from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped
 from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum
-from fedspan.simulation.workers import Executor, Job, Meta, available_cores, can_fork, executor_of
+from fedspan.simulation.workers import Executor, Job, Meta, available_cores, executor_of, forks
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
-
-ONE_PROCESS = "Simulator: workers are forked on Linux only; train.workers is taken as 1 here, with the same numbers."
 
 
 class LocalTransport:
@@ -52,6 +50,11 @@ class LocalTransport:
         self._trained: list[tuple[list[int], Tree, Tree]] = []  # clients, what they had, what they have after the round
         self._replaced: list[tuple[list[int], Tree]] = []  # clients, and what they had before `keep`
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a spawned worker needs to handle chunks: all but what only this process may touch."""
+        here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_trained": [], "_replaced": []}
+        return self.__dict__ | here
+
     @property
     def sizes(self) -> Index:
         """Training examples of every client."""
@@ -61,15 +64,11 @@ class LocalTransport:
     def executor(self) -> Executor:
         """Runs chunks; made when first needed."""
         if self._executor is None:
-            workers = self.settings.workers or available_cores()
-            if not can_fork():
-                if (self.settings.workers or 1) > 1 and ONE_PROCESS not in self.record.messages:
-                    self.record.messages.append(ONE_PROCESS)
-                workers = 1
-            if workers > 1 and self.engine.mapping == "vmap":
+            workers, method = self.settings.workers, self.settings.start_method
+            if (workers or available_cores()) > 1 and self.engine.mapping == "vmap" and forks(method):
                 # torch.func.grad imports this when first called, which takes seconds: once here, not in every worker.
                 importlib.import_module("torch._dynamo")
-            self._executor = executor_of(self._handle, workers, self.record.messages.append)
+            self._executor = executor_of(self._handle, workers, self.record.messages.append, method)
         return self._executor
 
     def advice(self) -> str:

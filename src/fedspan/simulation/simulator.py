@@ -95,13 +95,7 @@ class Simulation(RoundDriver):
 
     def _stepped(self, line: Line) -> None:
         """Tell once that the losses have exploded; the note stays with the run."""
-        progress = self.record.progress
-        if "loss" not in line or any(said.startswith(warnings.EVALUATION) for said in progress.notes):
-            return
-        sentence = warnings.exploded(self.task, self.data, line["round"], line["loss"]["mean"])
-        if sentence is not None:
-            progress.notes.append(sentence)
-            self.messages.append(sentence)
+        self.messages.extend(warnings.exploded_first(self.task, self.data, line, self.record.progress.notes))
 
     def personal(self, client: int) -> tuple[Task, Tree]:
         """The task and the weights client `client` predicts with now."""

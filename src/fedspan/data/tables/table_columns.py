@@ -141,8 +141,8 @@ def _column(cells: Any, name: str, where: str) -> TableColumn:
             row = int(np.flatnonzero(np.abs(values) > LARGEST)[0])
             got = "infinity" if np.isinf(values[row]) else f"{values[row]:g}"
             raise DataError(
-                f"{where}: column '{name}' must hold finite numbers of usual size. Got {got} in row {row}; correct it, or"
-                " leave the cell empty and set data.missing."
+                f"{where}: column '{name}' must hold finite numbers of usual size. Got {got} in row {row}; correct it,"
+                " or leave the cell empty and set data.missing."
             )
         return TableColumn(name, "number", values, told)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):

@@ -15,14 +15,18 @@ from fedspan.config import RunConfig, assemble_data
 from fedspan.config.client_file import read_own
 from fedspan.data.federated import FederatedData
 from fedspan.deploy.envelope import Facts
-from fedspan.deploy.experiment import kind_of, read_config, read_experiment
+from fedspan.deploy.experiment import kind_of, read_config, read_experiment, seat
 from fedspan.deploy.node.node import Node
 from fedspan.deploy.node.own_table import ASKED, OwnTable, keep_agreement, kept_agreement
 from fedspan.deploy.node.owner_policy import CODE_REMEDY, named_by, read_policy
 from fedspan.errors import ConfigError
 from fedspan.method.named_code import named_function, only_allowing
+from fedspan.simulation import warnings
+from fedspan.storage.atomic import write_atomic
 
 SETTINGS = "node.json"
+WARNINGS = "warnings.txt"
+"""In a node's folder: what its owner should hear about its data, written when a run begins; absent if nothing."""
 
 
 class Service:
@@ -52,7 +56,19 @@ class Service:
             self._allow(experiment)
             keep_agreement(self.folder / "state", experiment, facts)
             self._node = None
-        return self.node(experiment).handle(facts, payload)
+        node = self.node(experiment)
+        if facts.get("do") == "hello":
+            self._warn(node)
+        return node.handle(facts, payload)
+
+    def _warn(self, node: Node) -> None:
+        """Write what its owner should hear about the node's own data beside them; the server is told nothing of it."""
+        said = warnings.of_data(seat(node.data, node.place, 0, 1))
+        path = self.folder / WARNINGS
+        if said:
+            write_atomic(path, "".join(f"{sentence}\n" for sentence in said))
+        else:
+            path.unlink(missing_ok=True)
 
     def _agree(self, experiment: str, facts: Facts) -> Facts:
         """What the server asks of this node's table before the first round."""

@@ -17,7 +17,7 @@ from fedspan.config import RunConfig, to_toml
 from fedspan.deploy.experiment import DataKind
 from fedspan.deploy.node import worker
 from fedspan.deploy.node.owner_policy import read_policy, write_template
-from fedspan.deploy.operations import prefork, processes
+from fedspan.deploy.operations import prefork, processes, unix_socket
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
 from fedspan.errors import ConfigError, FedspanError, safe_name
@@ -61,6 +61,7 @@ class Deployment:
         """Start the SuperLink on the loopback address with TLS, node authentication and a database."""
         if processes.running(self.folder):
             raise ConfigError(f"Deploy: {self.folder} is running already. Stop it first: fedspan deploy stop.")
+        processes.stop(self.folder)  # what a killed SuperLink has left: its ServerApp would keep the run directory
         port = port or processes.free_port()
         pid = processes.start(self.folder, "superlink", self.command(port), self.environment())
         self._write("server.json", {**self._facts(), "port": port})
@@ -262,16 +263,18 @@ def start_node(
         raise ConfigError(f"Deploy: {folder} must be a node's folder of fedspan deploy keys.")
     if processes.running(folder):
         raise ConfigError(f"Deploy: the node in {folder} is running already. Stop it first: fedspan deploy stop.")
+    processes.stop(folder)  # what killed processes have left
     write_template(folder)
     read_policy(folder)  # one that cannot be read is said here, and not only to the server
     (folder / "node.json").write_text(json.dumps(settings, indent=1))
     env = processes.environment(folder / "flwr", FEDSPAN_NODE=str(folder))
     modules = {"worker": "fedspan.deploy.node.worker", "prefork": "fedspan.deploy.operations.prefork"}
-    helpers = {"worker": worker.NOTE, "prefork": prefork.NOTE} if warm else {}
+    forks = warm and sys.platform == "linux"  # elsewhere a process that has imported gRPC must not be forked
+    helpers = ({"worker": worker.NOTE} if warm else {}) | ({"prefork": prefork.NOTE} if forks else {})
     for name, note in helpers.items():
-        (folder / note).unlink(missing_ok=True)
+        unix_socket.remove_note(folder / note)
         processes.start(folder, name, [sys.executable, "-m", modules[name], str(folder)], env)
-    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if warm else {}
+    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if forks else {}
     processes.start(folder, "supernode", node_command(folder, superlink), env | first)
     for name, note in helpers.items():
         processes.wait_for(f"the {name}", (folder / note).exists, seconds, folder, name)

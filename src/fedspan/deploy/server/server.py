@@ -15,6 +15,7 @@ from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
 from fedspan.deploy.server.grid_transport import GridTransport
 from fedspan.deploy.server.quota_grid import NodeGrid
+from fedspan.simulation import warnings
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
@@ -55,6 +56,8 @@ class Server(RoundDriver):
         record = Record(engine, federation, experiment.settings, config=config, out=out, fresh=fresh, clients=False)
         transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log, agreed)
         super().__init__(engine, record, transport, rounds=experiment.rounds, config=experiment.config)
+        self.warnings = warnings.of_settings(experiment.method, clients, experiment.rounds)
+        self.messages.extend(self.warnings)
 
     def run(self, on_round: OnRound | None = None) -> Result:
         """Do the rounds that are left, evaluate, and return the result; `status.json` says how far it is.
@@ -65,6 +68,8 @@ class Server(RoundDriver):
         try:
             if self.record.resumed:
                 self.log(f"Resuming after round {self.record.progress.round}.")
+            for sentence in self.warnings:
+                self.log(sentence)
             self._status("waiting")
             result = super().run(on_round)
             self._status("finished")
@@ -76,6 +81,12 @@ class Server(RoundDriver):
     def _stepped(self, line: Line) -> None:
         self._status("running")
         self.log(_said(line, self.rounds))
+        task, notes = self.experiment.task, self.record.progress.notes
+        if task.kind != "regression" or task.own_loss:  # how large targets are, only nodes know
+            found = warnings.exploded_first(task, self.engine.data, line, notes)
+            self.messages.extend(found)
+            for sentence in found:
+                self.log(sentence)
 
     def _about(self) -> dict[str, Any]:
         groups = self.roster.groups
