@@ -393,4 +393,28 @@ def one_client(
     return columns, (train, validation, test)
 
 
-__all__ = ["Who", "federate_tables", "fit_preprocessing", "one_client", "read_tables", "table_data", "task_hint"]
+def examples_of_one(
+    columns: Columns, parts: tuple[Index, Index, Index], layout: TableLayout, agreed: Preprocessing, who: str
+) -> FederatedData:
+    """The examples of one client's rows, prepared as others agreed, as a federation of one.
+
+    Raises:
+        DataError: naming column and row, for rows that are not as agreed.
+    """
+    named: Who = lambda row: f"{who}, row {row}"
+    x = agreed.encoding.matrix(columns, named)
+    own = with_own_scalings(agreed, layout, {who: x[np.sort(parts[0])]})
+    y = torch.from_numpy(agreed.encoding.targets(columns, named))
+    names = agreed.encoding.class_names
+    return FederatedData(
+        x=torch.from_numpy(own.finish(x, own.scaling_of(who), named)).float(),
+        y=y.float() if y.is_floating_point() else y,
+        train=[parts[0]],
+        validation=[parts[1]],
+        test=[parts[2]],
+        classes=None if names is None else len(names),
+        class_names=list(names or []),
+        source="table",
+        task=task_hint(y, names),
+        preprocessing=own,
+    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from annotated_types import Ge
 from pydantic import ValidationError
 
@@ -20,7 +20,7 @@ from fedspan.data.tables.arrow_files import is_table, read_table
 from fedspan.data.tables.preprocessing import Agreed, Encoding, Preprocessing
 from fedspan.data.tables.schema_agreement import describe_columns, first_sums, second_sums
 from fedspan.data.tables.table_columns import columns_of
-from fedspan.data.tables.table_federation import one_client, task_hint, with_own_scalings
+from fedspan.data.tables.table_federation import examples_of_one, one_client
 from fedspan.errors import ConfigError, DataError, Refused
 from fedspan.storage.atomic import write_atomic
 
@@ -88,23 +88,8 @@ class OwnTable:
 
     def federation(self, agreed: Preprocessing) -> FederatedData:
         """Its examples, as all agreed, as a federation of one."""
-        x, train = agreed.encoding.matrix(self.columns, _row), np.sort(self.parts[0])
-        own = with_own_scalings(agreed, self.layout, {WHO: x[train]})
-        y = torch.from_numpy(agreed.encoding.targets(self.columns, _row))
-        names = agreed.encoding.class_names
-        return FederatedData(
-            x=torch.from_numpy(own.finish(x, own.scaling_of(WHO), _row)).float(),
-            y=y.float() if y.is_floating_point() else y,
-            train=[self.parts[0]],
-            validation=[self.parts[1]],
-            test=[self.parts[2]],
-            classes=None if names is None else len(names),
-            class_names=list(names or []),
-            source="table",
-            task=task_hint(y, names),
-            preprocessing=own,
-            transforms=self.config.data.transformation(load=True),
-        )
+        made = examples_of_one(self.columns, self.parts, self.layout, agreed, WHO)
+        return replace(made, transforms=self.config.data.transformation(load=True))
 
 
 def _row(row: int) -> str:
