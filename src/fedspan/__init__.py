@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Cautions,
         Coded,
         Converts,
+        Judged,
         Lifts,
         Observed,
         Ranked,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.randomness import normal, uniform
     from fedspan.report.figures import plot
+    from fedspan.simulation.defence import Defence
     from fedspan.simulation.result import Result
     from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import simulate
@@ -64,6 +66,7 @@ __all__ = [
     "ConfigError",
     "Converts",
     "DataError",
+    "Defence",
     "Discloses",
     "Divergence",
     "Down",
@@ -71,6 +74,7 @@ __all__ = [
     "FederatedData",
     "Federation",
     "FedspanError",
+    "Judged",
     "Lifts",
     "Method",
     "Observed",
@@ -123,13 +127,14 @@ _PLACES: dict[str, str] = {
     "fedspan.learn.task": "Task",
     "fedspan.learn.transforms": "Transforms",
     "fedspan.method.bases": "Averaging Sharing Training",
-    "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Lifts Observed Ranked",
+    "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Judged Lifts Observed Ranked",
     "fedspan.method.disclosure": "Discloses",
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
     "fedspan.methods": "METHODS allow_code make register",
     "fedspan.randomness": "normal uniform",
     "fedspan.report.figures": "plot",
     "fedspan.simulation.result": "Result",
+    "fedspan.simulation.defence": "Defence",
     "fedspan.simulation.settings": "Settings",
     "fedspan.simulation.simulator": "simulate",
     "fedspan.tree": "Outer",

@@ -121,10 +121,10 @@ def test_nodes_with_own_tables_train_as_the_simulation_does(tmp_path: Path, stan
     csv.write_csv(held.select(["rate", "age", "pain"]), tmp_path / "new.csv")
     csv.write_csv(held, tmp_path / "known.csv")
     found, known = (predict_table(tmp_path / "oslo", tmp_path / name) for name in ("new.csv", "known.csv"))
-    assert found.columns == ["ill", "P(no)", "P(yes)"] and found.rows == known.rows and found.right is None
-    assert all(abs(float(a) + float(b) - 1) < 1e-5 and label == ("no", "yes")[a < b] for label, a, b in found.rows)
+    assert found.classes == ("no", "yes") and found.right is None and found.probabilities is not None
+    assert np.array_equal(found.probabilities, known.probabilities) and np.allclose(found.probabilities.sum(1), 1)
     rows = data.test[1] - data.train[0].size - data.validation[0].size - data.test[0].size
-    told = [found.rows[k][0] == held["ill"][int(k)].as_py() for k in rows]
+    told = [found.labels[k] == held["ill"][int(k)].as_py() for k in rows]
     assert sum(told) / len(told) == pytest.approx(expected.per_client["accuracy"][1]) and known.right is not None
     # A worker that starts anew finds it again.
     again = Service(tmp_path / "oslo").node(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,7 @@ def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, re
         config=config.recorded(),
         read_only=read_only,
         devices=config.devices,
+        defence=config.defence,
     )
 
 
@@ -190,11 +191,18 @@ class _Shown:
 
 
 def run_all(
-    jobs: Sequence[tuple[str, RunConfig, Path]], title: str, page: Path, *, fresh: bool = False, quiet: bool = False
+    jobs: Sequence[tuple[str, RunConfig, Path]],
+    title: str,
+    page: Path,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    after: Callable[[str, Path], None] | None = None,
 ) -> None:
     """Run a list of (label, configuration, directory), leaving out what is finished; then table and report page.
 
-    A run that diverges does not take the others with it: it is left out of the table, and the command fails at the end.
+    `after` is called for each run that is done, before table and page are made. A run that diverges does not take the
+    others with it: it is left out of the table, and the command fails at the end.
 
     Raises:
         Divergence: if any run diverged.
@@ -211,6 +219,9 @@ def run_all(
             note(f"{label}: {e}")
             lost.append(label)
     done = [directory for label, _, directory in jobs if label not in lost]
+    for label, _, directory in jobs:
+        if after is not None and label not in lost:
+            after(label, directory)
     if done:
         conclude(done, page, title)
     if lost:

@@ -52,6 +52,10 @@ class FederatedData:
     task: str | None = None
     preprocessing: Preprocessing | None = None
     transforms: Transforms | None = None
+    membership: Tensor | None = None
+    """Where clients mix groups: each one's shares of them [clients, groups]; `groups` is then its main group."""
+    group_names: list[str] = field(default_factory=list)
+    """How each group sees its examples, where that differs."""
 
     def __post_init__(self) -> None:
         if not self.validation:

@@ -37,7 +37,13 @@ def of_settings(settings: Settings) -> dict[str, Any]:
 
 def of_config(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The sections of a configuration that can change the numbers of a round."""
-    return {**{k: v for k, v in config.items() if k not in FREE_SECTIONS}, "train": of_settings(settings)}
+    kept = {k: v for k, v in config.items() if k not in FREE_SECTIONS and not _says_nothing(k, v)}
+    return {**kept, "train": of_settings(settings)}
+
+
+def _says_nothing(section: str, values: Any) -> bool:
+    """Whether a section is one without which the numbers are the same: a defence that is off."""
+    return section == "defence" and (not values or values["rule"] == "none")
 
 
 def of_run(

@@ -27,6 +27,7 @@ from fedspan.method import Federation, Method
 from fedspan.method.fields import build, flat
 from fedspan.methods import name_of
 from fedspan.simulation import warnings
+from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.engine import Engine, choose_mapping, mapping_fault
@@ -47,6 +48,7 @@ class Simulation(RoundDriver):
         config: the configuration to keep with the results.
         read_only: only look at a run that is there; nothing is locked or written.
         devices: what clients would compute with; rounds are then timed as if on them (`clock` in the history).
+        defence: how uploads are judged; not at all if not given.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Simulation(RoundDriver):
         config: dict[str, Any] | None = None,
         read_only: bool = False,
         devices: Devices | None = None,
+        defence: Defence | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -80,7 +83,9 @@ class Simulation(RoundDriver):
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
-        record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only)
+        record = Record(
+            engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence
+        )
         super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
         if not read_only and out is not None and data.preprocessing is not None:
             data.preprocessing.write(out)  # so that later rows can be prepared as these were
@@ -136,6 +141,7 @@ def simulate(
     out: str | Path | None = None,
     fresh: bool = False,
     on_round: OnRound | None = None,
+    defence: Defence | None = None,
     **settings: Any,
 ) -> Result:
     """Simulate a federation on this machine.
@@ -145,6 +151,7 @@ def simulate(
         clients: `FederatedData`, or what `federate` takes: one (x, y) pair, data set or frame per client, split 75/25
             inside each client.
         out: a run directory; a run found there is resumed, unless `fresh`.
+        defence: how uploads are judged, e.g. `Defence(rule="clip")`; not at all if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else federate(clients, seed=seed)
@@ -154,7 +161,9 @@ def simulate(
         kind = "regression" if data.classes is None else "classification"
         model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)  # type: ignore[arg-type]
     path = None if out is None else Path(out)
-    sim = Simulation(method, model, data, rounds=rounds, seed=seed, settings=chosen, out=path, fresh=fresh)
+    sim = Simulation(
+        method, model, data, rounds=rounds, seed=seed, settings=chosen, out=path, fresh=fresh, defence=defence
+    )
     return sim.run(on_round)
 
 
@@ -165,7 +174,7 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
     if method.about.needs_groups and data.groups is None:
         raise ConfigError(
             f"{type(method).__name__}: the partition must know the groups of its clients; use permuted-groups,"
-            " label-groups or domains, or choose another method."
+            " shifted-groups, label-groups or domains, or choose another method."
         )
     if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
         raise ConfigError("Train: evaluate_part='validation' needs a validation part: set partition.validation > 0.")
