@@ -238,6 +238,7 @@ def configuration_page() -> str:
     from fedspan.config import RunConfig
     from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, TaskConfig
     from fedspan.deploy.policy import Policy
+    from fedspan.learn.transforms import Transforms
     from fedspan.simulation.defence import Defence
     from fedspan.simulation.devices import Devices
     from fedspan.simulation.protocols import EvaluationSettings
@@ -256,6 +257,7 @@ def configuration_page() -> str:
     sections: list[tuple[str, str, list[str]]] = [
         ("At the top", "", keys(RunConfig, without=tables)),
         ("[data]", "The sources are listed in [Data](data.md).", keys(DataConfig)),
+        ("[data.transforms]", "", keys(Transforms, ["functions"])),
         ("[partition]", "Kinds and their options are listed in [Data](data.md).", keys(PartitionConfig, ["options"])),
         ("[model]", "Kinds and their options are listed in [Models](models.md).", keys(ModelConfig, ["options"])),
         ("[method] and [methods.NAME]", textwrap.dedent(method), []),
@@ -267,7 +269,7 @@ def configuration_page() -> str:
         ("The policy of a deployment", "Options of `fedspan deploy run`, not keys of the file.", keys(Policy)),
     ]
     classes = {"[task]": TaskConfig, "[train]": Settings, "[evaluate]": EvaluationSettings, "[devices]": Devices}
-    classes["[defence]"] = Defence
+    classes |= {"[defence]": Defence, "[data.transforms]": Transforms}
     parts = [textwrap.dedent(intro).splitlines()]
     for title, text, rows in sections:
         about = prose(classes[title].__doc__) if title in classes else text.splitlines()

@@ -175,7 +175,9 @@ def node(
     bundle: Annotated[
         Path | None, typer.Option("--bundle", help="What the server's operator sent back, at the first start.")
     ] = None,
-    data: Annotated[Path | None, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test.")] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test; or a table (.csv, .parquet).")
+    ] = None,
     loader: Annotated[str | None, typer.Option("--loader", help="package.module:function that returns them.")] = None,
     partition: Annotated[
         int | None, typer.Option("--partition", help="A client of the experiment's partition.")
@@ -334,17 +336,18 @@ def proxy(
 @deploy.command()
 def predict(
     folder: NodeFolder,
-    data: Annotated[Path, typer.Option("--data", help="npz with x, and perhaps y to compare with.")],
+    data: Annotated[Path, typer.Option("--data", help="npz with x, or a table; perhaps with labels to compare with.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="Write labels and probabilities (.npz, .csv), or labels alone (.npy).")
     ] = None,
 ) -> None:
     """Predict with a node's personal model, on the node, without the server; labels are not needed."""
-    from fedspan.deploy.node.inference import check_out, predict_file, write_predictions
+    from fedspan.data.tables.arrow_files import is_table
+    from fedspan.deploy.node.inference import check_out, predict_file, predict_table, write_predictions
 
     if out is not None:
         check_out(user_path(out, "--out"))
-    found = predict_file(folder, data)
+    found = predict_table(folder, data) if is_table(data) else predict_file(folder, data)
     if out is not None:
         write_predictions(out, found)
     else:
@@ -449,8 +452,8 @@ def _warn(config: RunConfig, clients: int) -> None:
         note(sentence)
 
 
-def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind:
-    """What examples look like: from the source's name, from data, or as the user says."""
+def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind | None:
+    """What examples look like: from the source's name, from data, or as the user says; None for nodes' own tables."""
     from fedspan.deploy.experiment import DataKind, kind_of
 
     known = kind_of(config)
@@ -458,6 +461,8 @@ def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind:
         return known
     if data is not None:
         return DataKind.of(data)
+    if config.data.is_table:
+        return None
     if shape is None:
         raise ConfigError(f"deploy run: the source '{config.data.source}' is not a known one; say --shape 3,32,32.")
     try:

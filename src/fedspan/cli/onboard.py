@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 Data = Annotated[
-    Path, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test; pictures as bytes or in 0..1.")
+    Path,
+    typer.Option("--data", help="npz with x, y, perhaps x_test, y_test (pictures as bytes or in 0..1), or a table."),
 ]
 Name = Annotated[str, typer.Option("--client-name", help="What to call the client.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the personal model (.safetensors).")]
@@ -38,16 +39,24 @@ def onboard(
 
     Without x_test and y_test, a quarter of x is kept for testing. x is prepared as the run's source was.
     """
-    from fedspan.config.client_file import read_own
+    from fedspan.config.client_file import read_own, read_own_table
     from fedspan.simulation import onboarding as joining
 
     if out is not None:
         _check_out(out)
     config, simulation = open_run(run, "onboard")
-    source, prepared = read_own(data, config, simulation.data.classes, compare=True)
-    x, y, held = source.x, source.y, len(source.test_rows)
-    end = len(x) - held
-    parts = (x[:end], y[:end], *((x[end:], y[end:]) if held else ()))
+    if simulation.data.preprocessing is not None:
+        made = read_own_table(data, config, simulation.data.preprocessing)
+        train, test = made.train[0], made.test[0]
+        parts = (made.x[train], made.y[train], *((made.x[test], made.y[test]) if len(test) else ()))
+        prepared = (
+            f"a table, prepared as the run's: {len(made.preprocessing.names) if made.preprocessing else 0} inputs"
+        )
+    else:
+        source, prepared = read_own(data, config, simulation.data.classes, compare=True)
+        x, y, held = source.x, source.y, len(source.test_rows)
+        end = len(x) - held
+        parts = (x[:end], y[:end], *((x[end:], y[end:]) if held else ()))
     new = joining.onboard(simulation, *parts, name=name)
     alone = joining.train_alone(simulation, new)
     other = _join_beside(beside, run, config, new)

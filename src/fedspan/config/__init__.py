@@ -12,7 +12,10 @@ from typing import Any
 from fedspan.config.overrides import apply_overrides
 from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, TaskConfig, known_shape
 from fedspan.data import FederatedData, Source, load, partition
+from fedspan.data.federated import shape_of
 from fedspan.data.partitions.kinds import groups_known_by, knows_groups
+from fedspan.data.tables.arrow_files import is_table
+from fedspan.data.tables.table_federation import table_data
 from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.learn.task import Task
 from fedspan.method import Method
@@ -81,7 +84,8 @@ class RunConfig:
             raise ConfigError(
                 f"Partition: clients must be at most the number of examples, {at_most}. Got {self.partition.clients}."
             )
-        if self.train.evaluate_part == "validation" and self.partition.validation == 0:
+        marked = self.data.table.split is not None  # the column may mark validation rows
+        if self.train.evaluate_part == "validation" and self.partition.validation == 0 and not marked:
             raise ConfigError("Train: evaluate_part 'validation' needs partition.validation above 0. Got 0.")
 
     def fields_of(self, name: str, compared: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
@@ -120,7 +124,7 @@ class RunConfig:
         values = plain(
             {
                 **{k: getattr(self, k) for k in ("name", "seed", "rounds")},
-                "data": dataclasses.asdict(self.data),
+                "data": self.data.to_dict(),
                 "partition": part | part.pop("options"),
                 "model": model | model.pop("options"),
                 "method": self.method,
@@ -132,10 +136,9 @@ class RunConfig:
                 "defence": {} if self.defence is None else dataclasses.asdict(self.defence),
             }
         )
-        sparse = ("methods", "task", "evaluate", "devices", "defence")
-        for table, key in ((values["data"], "columns"), *((values, name) for name in sparse)):
-            if not table[key]:
-                del table[key]
+        for key in ("methods", "task", "evaluate", "devices", "defence"):
+            if not values[key]:
+                del values[key]
         return values
 
     def recorded(self) -> dict[str, Any]:
@@ -185,7 +188,10 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     values["method"] = {"name": "fedavg", **values["method"]}
     if not isinstance(values["method"]["name"], str):
         raise ConfigError(f"Method: name must be a string. Got {short(values['method']['name'])}.")
-    values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
+    if not values["partition"]:  # a table mostly says whose its rows are
+        values["partition"] = (
+            {"kind": "natural", "min_samples": 1} if _says_clients(values["data"]) else {"clients": 10}
+        )
     return RunConfig(
         **{k: values[k] for k in ("name", "seed", "rounds", "method", "methods") if k in values},
         data=build(DataConfig, values["data"], "Data"),
@@ -197,6 +203,12 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         devices=build(Devices, values["devices"], "Devices"),
         defence=build(Defence, values["defence"], "Defence") if "defence" in values else None,
     )
+
+
+def _says_clients(data: Mapping[str, Any]) -> bool:
+    """Whether a table names its clients: by a column, or as a folder with one file for each."""
+    source = str(data.get("source", ""))
+    return "client" in data or ("target" in data and not is_table(Path(source)))
 
 
 def _open_ended(cls: type[Any], values: dict[str, Any], who: str) -> Any:
@@ -233,9 +245,18 @@ def _source(source: str, root: str | None, size: int | None, limit: int | None, 
 
 def assemble_data(config: RunConfig) -> FederatedData:
     """Load and divide the data; a source is read once per process."""
+    return replace(_divided(config), transforms=config.data.transformation(load=True))
+
+
+def _divided(config: RunConfig) -> FederatedData:
     d, p = config.data, config.partition
     if is_language(config.model.kind):
         return _instructions(config)
+    if d.is_table:
+        return table_data(
+            d.source, d.table, root=d.root, kind=p.kind, clients=p.clients, seed=config.seed, split=p.split,
+            validation=p.validation, test=p.test, limit=d.limit, **p.options,
+        )  # fmt: skip
     seed = config.seed if d.limit is not None else 0  # the seed only chooses which examples are kept
     source = _source(d.source, d.root, d.size, d.limit, d.classes, tuple(sorted(d.columns.items())), seed)
     return partition(source, p.kind, p.clients, config.seed, p.split, p.validation, p.test, **p.options)
@@ -268,7 +289,7 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     """The method, the task and the data of an experiment; other data can be given in their place."""
     method = config.only(config.method["name"])
     data = assemble_data(config) if data is None else data
-    shape, dtype = tuple(data.x.shape[1:]), config.train.torch_dtype
+    shape, dtype = shape_of(data.x), config.train.torch_dtype
     kind = "language" if is_language(config.model.kind) else config.task.kind_for(data)
     several = kind in ("multi-label", "regression")
     outputs = data.y[0].numel() if several else 1 if kind == "survival" else data.classes or 1

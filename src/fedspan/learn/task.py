@@ -34,7 +34,7 @@ from fedspan.learn.losses import (
     token_loss,
 )
 from fedspan.randomness import fold, torch_seed, uniform
-from fedspan.tree import Params, Tree
+from fedspan.tree import Inputs, Params, Tree
 
 _LOOP_ONLY: dict[type[nn.Module], str] = {
     nn.modules.batchnorm._NormBase: "use GroupNorm",
@@ -212,16 +212,16 @@ class Task:
             k: m.momentum for k, m in self.module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)
         }
         for batch in batches:
-            if len(batch.x) < 2:
+            if len(batch.y) < 2:
                 continue  # one example has no variance
             seen = {k: torch.zeros_like(params[k]) for k in self.stats}
             for t in seen.values():
                 t.owned = True  # type: ignore[attr-defined]
             with torch.no_grad():
                 self._call(self.module, params | seen, batch.x, batch.key if self._dropouts else None)
-            weight += len(batch.x)
+            weight += len(batch.y)
             for k, t in seen.items():
-                share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.x)
+                share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.y)
                 total[k] = total[k] + share if k in total else share
         return params | {k: t / weight for k, t in total.items()}
 
@@ -257,7 +257,7 @@ class Task:
 
     # ---------------------------------------------------------------- the function
 
-    def predict(self, params: Params, x: Tensor) -> Tensor:
+    def predict(self, params: Params, x: Inputs) -> Tensor:
         """Outputs in evaluation mode."""
         return self._call(self._eval, params, x)
 
@@ -403,7 +403,7 @@ class Task:
         held = flat != (IGNORED if self.kind == "language" else self.ignored)
         return flat[held], rows.reshape(len(flat), -1)[held].softmax(1)
 
-    def features(self, params: Params, x: Tensor, train: bool = False) -> Tensor:
+    def features(self, params: Params, x: Inputs, train: bool = False) -> Tensor:
         """The head's input."""
         return self._with_features(self.module if train else self._eval, params, x)[0]
 
@@ -412,7 +412,7 @@ class Task:
         return self._with_features(self.module, params, batch.x, batch.key if self._dropouts else None)
 
     def _with_features(
-        self, module: nn.Module, params: Params, x: Tensor, key: Tensor | None = None
+        self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         self.need_head()
         seen: list[Tensor] = []
@@ -455,13 +455,14 @@ class Task:
         module.load_state_dict(params, strict=False)
         return module
 
-    def _call(self, module: nn.Module, params: Params, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def _call(self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None) -> Tensor:
         if self.stats and module.training:
             # The forward pass writes running statistics in place: only into tensors the training loop owns.
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
         if key is not None and self._dropouts:
             params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
-        return outputs_of(functional_call(module, params, (x,)) if params else module(x))
+        args, named = _arguments(x)
+        return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         if self.dtype is not None:
@@ -521,6 +522,13 @@ class Task:
 def _all_of(y: Tensor) -> Tensor:
     """True for every example."""
     return torch.ones(len(y), dtype=torch.bool, device=y.device)
+
+
+def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as a module's arguments: a dict by name, a tuple by place, a tensor as the only one."""
+    if isinstance(x, dict):
+        return (), x
+    return (x if isinstance(x, tuple) else (x,)), {}
 
 
 def outputs_of(result: Any) -> Tensor:

@@ -16,7 +16,7 @@ from torch.func import vmap
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError, FedspanError
-from fedspan.learn.batches import Amount, Batch, Batches, Epochs, Index, draw, pad, rows_of
+from fedspan.learn.batches import SHUFFLED, Amount, Batch, Batches, Epochs, Index, KeyedTransform, draw, pad, rows_of
 from fedspan.learn.metrics import UndefinedMetric
 from fedspan.learn.sgd import gradient, sgd
 from fedspan.learn.task import Task
@@ -24,7 +24,7 @@ from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
 from fedspan.method.promises import ChunkWatch, SameShapes, need_tensors
 from fedspan.randomness import key
 from fedspan.simulation.protocols import RECEIVED, EvaluationSettings, JudgedModel
-from fedspan.tree import Params, Tree
+from fedspan.tree import Inputs, Params, Tree
 
 SMALL_MODEL = 20_000
 """Up to this many parameters mapping wins clearly: the work of one client is smaller than the cost of asking for it."""
@@ -304,7 +304,9 @@ class Engine:
         t, (rows, own) = torch.tensor(round), tree.aligned((rows, own))
 
         def mapped(client: Tree, mine: Tree, at: dict[str, Tensor], k: Tensor, n: Tensor, names: Tensor | None) -> Any:
-            batches = {s: Batches(self.data.x, self.data.y, r, k, names, mapped=True) for s, r in at.items()}
+            batches = {
+                s: Batches(self.data.x, self.data.y, r, k, names, True, self._transform(s, plan)) for s, r in at.items()
+            }
             held = batches.pop("", None)
             return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
@@ -324,12 +326,16 @@ class Engine:
         k = key(self.seed, "visit", round, client)
         names = None if self.data.relabel is None else self.data.relabel[client]
         batches = {
-            s: Batches(self.data.x, self.data.y, torch.from_numpy(r), k, names)
+            s: Batches(self.data.x, self.data.y, torch.from_numpy(r), k, names, False, self._transform(s, plan))
             for s, r in self._streams(client, round, plan, part).items()
         }
         held = batches.pop("", None)
         n = torch.tensor(len(self.data.train[client]), dtype=self.dtype)
         return Visit(torch.tensor(round), k, n, self.data.clients, batches, common, capacity), held, k
+
+    def _transform(self, stream: str, plan: Mapping[str, Amount]) -> KeyedTransform | None:
+        """What is done to the inputs of a stream: nothing, unless it trains on shuffled examples."""
+        return self.data.transforms if isinstance(plan.get(stream), SHUFFLED) else None
 
     def _streams(self, client: int, round: int, plan: Mapping[str, Amount], part: str | None) -> dict[str, Index]:
         streams = draw(
@@ -369,7 +375,7 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop
     return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
 
 
-def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
+def mapping_fault(task: Task, x: Inputs, y: Tensor) -> str | None:
     """Why a model or loss cannot be computed for many clients at once, seen on two examples; None if it can.
 
     Two clients take one gradient each, mapped and alone; the second has one example and an empty slot. It shows code
@@ -379,7 +385,7 @@ def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
     rows, slots = torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 1], [0, -1]])
 
     def mapped(own: Params, at: Tensor, filled: Tensor) -> Tree:
-        found: Tree = gradient(task.loss, own, Batch(x[at], y[at], filled, stream, 0))
+        found: Tree = gradient(task.loss, own, Batch(tree.take(x, at), y[at], filled, stream, 0))
         return found
 
     try:
@@ -391,7 +397,7 @@ def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
     except Exception as e:  # whatever a model of somebody's own raises when it is traced
         return f"vmap gave {type(e).__name__}: {_first_sentence(str(e))}"
     for k, size in enumerate((2, 1)):
-        alone = gradient(task.loss, params, Batch(x[:size], y[:size], None, stream, 0))
+        alone = gradient(task.loss, params, Batch(tree.take(x, slice(size)), y[:size], None, stream, 0))
         if not _alike(tree.take(together, k), alone):
             return "an example's gradient depends on the other slots of its batch"
     return None

@@ -186,6 +186,8 @@ def _newcomer(
     if (x_test is None) != (y_test is None):
         raise DataError("Onboard: x_test and y_test must come together. Got only one of them.")
     known = simulation.data
+    if not isinstance(known.x, Tensor):
+        raise DataError("Onboard: the run must have one input per example. Got several; train it with the newcomer.")
     parts = [torch.as_tensor(a) for a in (x, y, x if x_test is None else x_test, y if y_test is None else y_test)]
     for k, what in ((0, "training"), (2, "test")):
         if parts[k].shape[1:] != known.x.shape[1:]:

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from fedspan import tree, wire
+from fedspan.data.client_objects import federate
 from fedspan.data.describe import label_counts
-from fedspan.data.federated import FederatedData
+from fedspan.data.federated import FederatedData, shape_of
 from fedspan.errors import ConfigError, DataError
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.losses import IGNORED, kind_of_labels
@@ -94,6 +95,8 @@ class Simulation(RoundDriver):
         )
         rest: dict[str, Any] = {"rounds": rounds, "config": config}
         super().__init__(engine, record, LocalTransport(engine, record, devices, rounds=rounds), **rest)
+        if not read_only and out is not None and data.preprocessing is not None:
+            data.preprocessing.write(out)  # so that later rows can be prepared as these were
         if not read_only:
             self.messages.extend([*fallback, *warnings.before_run(method, self.data, rounds)])
         if record.resumed:
@@ -139,7 +142,7 @@ class Simulation(RoundDriver):
 def simulate(
     method: Method,
     model: nn.Module | Task | Callable[[], nn.Module],
-    clients: FederatedData | Sequence[tuple[Any, Any]],
+    clients: FederatedData | Sequence[Any] | Mapping[str, Any],
     *,
     rounds: int,
     seed: int = 0,
@@ -154,14 +157,15 @@ def simulate(
 
     Args:
         model: a module (its weights are the common start), a function that builds one (seeded by `seed`), or a `Task`.
-        clients: `FederatedData`, or one (x, y) pair per client, split 75/25 inside each client.
+        clients: `FederatedData`, or what `federate` takes: one (x, y) pair, data set or frame per client, split 75/25
+            inside each client.
         out: a run directory; a run found there is resumed, unless `fresh`.
         evaluate: what is measured beside loss and accuracy, e.g. `{"metrics": ["roc_auc", my_metric]}`; see
             `EvaluationSettings`.
         defence: how uploads are judged, e.g. `Defence(rule="clip")`; not at all if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
-    data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)
+    data = clients if isinstance(clients, FederatedData) else federate(clients, seed=seed)
     chosen = build(Settings, settings, "simulate")
     if not isinstance(model, Task):
         dtype = chosen.torch_dtype
@@ -207,7 +211,7 @@ def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[
         return mapping, []
     rows = _two_rows(data)
     for member in task.kinds.values() or [task]:
-        fault = mapping_fault(member, data.x[rows], data.y[rows])
+        fault = mapping_fault(member, tree.take(data.x, rows), data.y[rows])
         if fault is None:
             continue
         if mode == "vmap":
@@ -221,23 +225,24 @@ def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[
 def _try(task: Task, data: FederatedData) -> None:
     """Refuse a model that does not take the data or does not give what they need."""
     rows = _two_rows(data)
-    x = data.x[rows]
+    x = tree.take(data.x, rows)
     try:
         output = task.predict(task.init(), x)
     except ConfigError:
         raise  # it says already what is wrong
     except (RuntimeError, ValueError, IndexError, TypeError) as e:
-        raise ConfigError(f"Task: the model does not take examples of shape {tuple(x.shape[1:])}: {e}") from None
+        raise ConfigError(f"Task: the model does not take examples of shape {shape_of(data.x)}: {e}") from None
     wide = output.shape[1] if output.ndim == 2 else 0
     if task.kind == "classification":
         if data.classes is None or data.y.is_floating_point():
             raise ConfigError(f"Data: class labels must be integers. Got {data.y.dtype}; or use a regression task.")
         if wide < data.classes:
             raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
-    if task.kind == "language" and (output.ndim != 3 or data.y.shape != data.x.shape or data.y.is_floating_point()):
+    tokens = tree.leaves(data.x)[0]
+    if task.kind == "language" and (output.ndim != 3 or data.y.shape != tokens.shape or data.y.is_floating_point()):
         raise ConfigError(
             f"Task: a language model must turn rows of tokens into rows of logits, with labels of the rows' shape"
-            f" {tuple(data.x.shape[1:])}. Got outputs of shape {tuple(output.shape[1:])} and labels of"
+            f" {shape_of(data.x)}. Got outputs of shape {tuple(output.shape[1:])} and labels of"
             f" {tuple(data.y.shape[1:])}."
         )
     if task.kind in ("regression", "multi-label") and output[0].numel() != data.y[0].numel():

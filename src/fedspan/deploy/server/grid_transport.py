@@ -18,6 +18,7 @@ import torch
 
 from fedspan import tree, wire
 from fedspan.data.federated import Index
+from fedspan.data.tables.preprocessing import Preprocessing
 from fedspan.deploy.envelope import printable
 from fedspan.deploy.experiment import DataKind, Experiment
 from fedspan.deploy.node.node import describe_coded
@@ -57,6 +58,7 @@ class GridTransport:
         log: told one line at a time what happens.
         live: the roster as it is now, asked for before every round and while answers come in.
         audit: told who joined, who was refused and which round used whom.
+        agreed: how rows of the nodes' tables become examples, which a node is told when it registers.
     """
 
     who = "Server"
@@ -75,8 +77,9 @@ class GridTransport:
         log: Callable[[str], None],
         live: Callable[[], Roster] | None = None,
         audit: Audit = lambda event, facts: None,
+        agreed: Preprocessing | None = None,
     ) -> None:
-        self.live, self.audit = live or (lambda: roster), audit
+        self.live, self.audit, self.agreed = live or (lambda: roster), audit, agreed
         self.experiment, self.engine, self.kind, self.grid = experiment, engine, kind, grid
         self.roster, self.record, self.policy, self.log = roster, record, policy, log
         self.clients, self.dtype = len(roster.nodes), experiment.settings.torch_dtype
@@ -338,7 +341,8 @@ class GridTransport:
         if not new:
             return
 
-        requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients}, {}) for i in new}
+        agreed = {} if self.agreed is None else {"preprocessing": self.agreed.model_dump()}
+        requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients, **agreed}, {}) for i in new}
         t = self.record.progress.round
         exchange = self._exchange("hello", t, requests, self._registered, enough=len(new), ledger=Ledger())
         for i, sizes in exchange.got.items():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedspan.data.tables.preprocessing import Preprocessing
 from fedspan.deploy.experiment import DataKind, Experiment, stand_in
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
@@ -28,7 +29,7 @@ class Server(RoundDriver):
         kind: what examples look like.
         out: the run directory; a run found there is resumed, unless `fresh`.
         log: told one line at a time what happens.
-        live, audit: see `GridTransport`.
+        live, audit, agreed: see `GridTransport`.
     """
 
     always_save = True  # messages cost seconds: a checkpoint after every round is cheap
@@ -47,6 +48,7 @@ class Server(RoundDriver):
         log: Callable[[str], None] = lambda _: None,
         live: Callable[[], Roster] | None = None,
         audit: Audit = lambda event, facts: None,
+        agreed: Preprocessing | None = None,
     ) -> None:
         self.experiment, self.log = experiment, log
         clients = len(roster.nodes)
@@ -63,7 +65,9 @@ class Server(RoundDriver):
             clients=False,
             defence=experiment.defence,
         )
-        transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log, live, audit)
+        transport = GridTransport(
+            experiment, engine, kind, grid, roster, record, policy or Policy(), log, live, audit, agreed
+        )
         super().__init__(engine, record, transport, rounds=experiment.rounds, config=experiment.config)
         self.warnings = warnings.of_settings(experiment.method, clients, experiment.rounds)
         self.messages.extend(self.warnings)
