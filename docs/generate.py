@@ -645,16 +645,16 @@ def natural_federation(name: str, options: str) -> list[str]:
         + [_spread(row[of][m["name"]], m["percent"]) for of in ("values", "pooled") for m in measures]
         for row in kept["rows"]
     ]
-    lines += [*table(titles, rows), "", *_brings(kept), "", *_tests(kept)]
+    lines += [*table(titles, rows), "", *(f"* {_brings(kept, m)}" for m in measures), "", *_tests(kept)]
     given = kept["given"]
     lines += ["", "What each row was given (* marks the smallest or largest value tried):", ""]
     return [*lines, *table(given["titles"], given["rows"]), *(f"\n{said}" for said in kept["left_out"])]
 
 
-def _brings(kept: Mapping[str, Any]) -> list[str]:
-    """What personal models bring, in words that follow from the figures."""
-    first = kept["measures"][0]
+def _brings(kept: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """What personal models bring by one measure, in words that follow from the figures."""
     mean = {row["label"]: statistics.fmean(row["values"][first["name"]]) for row in kept["rows"]}
+    mean = dict(sorted(mean.items(), key=lambda item: item[1], reverse=first["higher"]))
     named = lambda labels: ", ".join(f"`{label}`" for label in labels) or "none"
     shown = lambda label: f"`{label}` ({_spread([mean[label]], first['percent'])})"
     found, over = [f"By {first['name']} the first row is {shown(next(iter(mean)))}."], []
@@ -675,7 +675,7 @@ def _brings(kept: Mapping[str, Any]) -> list[str]:
     controls = [label for label in mean if label in ("local", "fedavg", "fedavg-ft", "fedavg-head")]
     if next(iter(mean)) in controls:
         found.append("A control leads: a method made for personal models brings nothing here beyond it.")
-    return [" ".join(found)]
+    return " ".join(found)
 
 
 def _tests(kept: Mapping[str, Any]) -> list[str]:
