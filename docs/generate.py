@@ -569,7 +569,7 @@ COMPARED = {
     "heart-linear": "'model={kind = \"linear\"}' --methods local,fedavg,fedavg-ft,ditto,apfl,pfl-mf --tune 8",
     "tcga-brca": "--methods local,fedavg,fedavg-ft,ditto,apfl,pfl-mf --tune 8",
     "school": "--methods local,fedavg,fedavg-ft,pfl-mf,amht-lrs --tune 4 method.lr=log:1e-4:0.1",
-    "parkinsons": "--methods local,fedavg,fedavg-ft,ditto,pfl-mf --tune 4 --tune-seeds 3 method.lr=log:1e-4:0.1",
+    "parkinsons": "--methods local,fedavg,fedavg-ft,ditto,pfl-mf --tune 4 --tune-seeds 3 method.lr=log:1e-4:3e-3",
 }
 CLEAR = 0.05  # Holm's p of Wilcoxon's test below which a difference is called clear
 
