@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Amount, Batch, Batches, Index, draw, pad, rows_of
+from fedspan.learn.folded import folding
 from fedspan.learn.sgd import gradient
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
@@ -52,7 +54,7 @@ class Engine:
     seed: int
     batch_size: int | None
     epochs: int
-    mapping: Literal["vmap", "loop"]
+    mapping: Literal["vmap", "folded", "loop"]
     evaluation_batch: int = 512
 
     def __post_init__(self) -> None:
@@ -213,7 +215,8 @@ class Engine:
             return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
         dims = (0, 0, 0, 0, 0, None if relabel is None else 0)
-        return vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
+        with folding() if self.mapping == "folded" else nullcontext():
+            return vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
 
     def _visit(
         self,
@@ -251,7 +254,7 @@ class Engine:
         return streams
 
 
-def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop"]:
+def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "folded", "loop"]:
     """`auto` by a fixed rule on the model and the local steps of a visit, never by timing.
 
     Convolutions, recurrent layers and batch normalisation run one client after another; so do large models and visits
@@ -261,10 +264,10 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop
         ConfigError: if `vmap` is asked for and some layer cannot be mapped; lists all of them.
     """
     faults = task.unmappable()
-    if mode == "vmap" and faults:
+    if mode in ("vmap", "folded") and faults:
         raise ConfigError(" ".join(faults))
     if mode != "auto":
-        return "vmap" if mode == "vmap" else "loop"
+        return {"vmap": "vmap", "folded": "folded"}.get(mode, "loop")  # type: ignore[return-value]
     size = sum(p.numel() for p in task.init().values())
     convolutions = task.has(nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if faults or (convolutions and size > SMALL_MODEL):

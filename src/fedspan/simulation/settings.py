@@ -43,7 +43,7 @@ class Settings:
     """What a run that diverges does: stop, or go back and halve the learning rate, three times at most."""
     dtype: Literal["float32", "float64"] = "float32"
     """What numbers are computed in."""
-    mapping: Literal["auto", "vmap", "loop"] = "auto"
+    mapping: Literal["auto", "vmap", "folded", "loop"] = "auto"
     """Whether clients are computed together (`vmap`) or one after another; `auto` takes what suits the model."""
     chunk: AtLeast1 | None = None
     """Clients in one piece of work; chosen by the sizes of round and model if not given."""
