@@ -30,7 +30,7 @@ from fedspan.method.fields import build, flat, keys_of, with_keys
 from fedspan.method.named_code import brief
 from fedspan.methods import make, name_of
 from fedspan.randomness import key, torch_seed
-from fedspan.simulation.engine import Answer, Engine
+from fedspan.simulation.engine import Answer, Engine, Way
 from fedspan.simulation.result import Result
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
@@ -41,7 +41,6 @@ __all__ = ["PROMISES", "Case", "Promise", "check_method", "small_data", "small_t
 TOLERANCE = 1e-12
 """Two ways of computing the same thing in float64: |difference| <= TOLERANCE * max(1, largest entry)."""
 SEED = 3
-Way: TypeAlias = Literal["vmap", "folded", "loop"]
 
 
 def small_task() -> Task:

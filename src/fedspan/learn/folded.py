@@ -1,10 +1,11 @@
 """Clients folded into the batch axis: one pass through layers that hold a weight per client, by ordinary autograd.
 
-A method's functions run under `vmap`, written for one client. Where they call the model, the wrappers of vmap are taken
-off, the batches of all clients become one batch, and each layer multiplies a client's slice by that client's weight; what
-comes out is wrapped again. Gradients come from one backward pass over the clients' losses, whose sum has the gradient of
-each in its own slice. In that pass a linear layer can take the SGD step inside its matrix product, W ← W − η gᵀx, so
-that no gradient is stored: only for a weight that the loss uses once, which is read off the graph of every step.
+A method's functions run under `vmap`, written for one client. Where they call the model, the wrappers of vmap are
+taken off, the batches of all clients become one batch, and each layer multiplies a client's slice by that client's
+weight; what comes out is wrapped again. Gradients come from one backward pass over the clients' losses, whose sum has
+the gradient of each in its own slice. In that pass a linear layer can take the SGD step inside its matrix product,
+W ← W − η gᵀx, so that no gradient is stored: only for a weight that the loss uses once, which is read off the graph of
+every step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -129,20 +130,19 @@ class _Unit(nn.Module):
     def __init__(self, layer: nn.Module, prefix: str, now: _Pass) -> None:
         super().__init__()
         self.layer, self.prefix, self.now = layer, prefix, now
-        self.run: Callable[[Tensor, dict[str, tuple[Tensor, bool]]], Tensor] = _RUN.get(type(layer), _Unit._mapped)
 
     def forward(self, x: Tensor) -> Tensor:
         given = {k[len(self.prefix) :]: v for k, v in self.now.params.items() if k.startswith(self.prefix)}
         if not any(batched for _, batched in given.values()):
             return _result(functional_call(self.layer, {k: v for k, (v, _) in given.items()}, (x,)))
-        return self.run(self, x, given)
+        return _RUN.get(type(self.layer), _Unit._mapped)(self, x, given)
 
     def _apart(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.now.clients, -1))
+        return x.reshape(self.now.clients, -1, *x.shape[1:])
 
     def _all(self, given: Mapping[str, tuple[Tensor, bool]], name: str) -> Tensor | None:
         """A parameter of every client; what all have in common is repeated."""
-        fixed = getattr(self.layer, name)
+        fixed: Tensor | None = getattr(self.layer, name)
         if fixed is None:
             return None
         value, batched = given.get(name, (fixed, False))
@@ -151,9 +151,9 @@ class _Unit(nn.Module):
     def _mapped(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
         values = {k: v[: self.now.clients] if batched else v for k, (v, batched) in given.items()}
         dims = {k: 0 if batched else None for k, (_, batched) in given.items()}
-        return vmap(lambda p, a: functional_call(self.layer, p, (a,)), in_dims=(dims, 0))(values, self._apart(x)).flatten(
-            0, 1
-        )
+        one = vmap(lambda p, a: functional_call(self.layer, p, (a,)), in_dims=(dims, 0))
+        out: Tensor = one(values, self._apart(x))
+        return out.flatten(0, 1)
 
     def _linear(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
         if any(not batched for _, batched in given.values()) or len(given) < (1 if self.layer.bias is None else 2):
@@ -188,7 +188,8 @@ class _Unit(nn.Module):
         return y.flatten(0, 1)
 
 
-_RUN: dict[type[nn.Module], Any] = {
+Run: TypeAlias = Callable[[_Unit, Tensor, Mapping[str, tuple[Tensor, bool]]], Tensor]
+_RUN: dict[type[nn.Module], Run] = {
     nn.Linear: _Unit._linear,
     nn.Conv1d: _Unit._convolution,
     nn.Conv2d: _Unit._convolution,
@@ -232,14 +233,15 @@ class Folded:
         with temporarily_pop_interpreter_stack():
             if not batched:
                 inputs = inputs.expand(clients, *inputs.shape)
-            self.now.clients, self.now.params = clients if first is None else max(1, first), held
-            inputs = inputs[: self.now.clients].flatten(0, 1)
+            now = clients if first is None else max(1, first)
+            self.now.clients, self.now.params = now, held
+            inputs = inputs[:now].flatten(0, 1)
             try:
                 out, seen = run_watched(self.module, layer, lambda: _result(self.module(inputs)))
             finally:
                 self.now.params = {}
-            apart = (None if t is None else t.unflatten(0, (self.now.clients, -1)) for t in (out, seen))
-            out, seen = (None if t is None else _filled(t, clients) for t in apart)
+            out = _filled(out.reshape(now, -1, *out.shape[1:]), clients)
+            seen = None if seen is None else _filled(seen.reshape(now, -1, *seen.shape[1:]), clients)
         return wrapped(out), None if seen is None else wrapped(seen)
 
 
@@ -314,8 +316,8 @@ class Leaves:
 def _mark_steps(total: Tensor, leaves: Sequence[Tensor], lr: float) -> set[int]:
     """Let linear layers take the step of the weights that nothing else uses; returns which leaves those are.
 
-    A weight qualifies if exactly one edge of the graph leads to it, from a linear layer, and no other layer computes with
-    the same memory (a detached copy, whose backward pass would read it after the step).
+    A weight qualifies if exactly one edge of the graph leads to it, from a linear layer, and no other layer computes
+    with the same memory (a detached copy, whose backward pass would read it after the step).
     """
     at = {get_gradient_edge(leaf).node: i for i, leaf in enumerate(leaves)}
     uses: dict[int, list[tuple[Any, int]]] = {}
@@ -326,7 +328,7 @@ def _mark_steps(total: Tensor, leaves: Sequence[Tensor], lr: float) -> set[int]:
         if node in seen or node is None:
             continue
         seen.add(node)
-        if isinstance(node, _Product._backward_cls):  # type: ignore[attr-defined]
+        if isinstance(node, _Product._backward_cls):
             products.append(node)
         for position, (child, _) in enumerate(node.next_functions):
             if child in at:

@@ -40,7 +40,8 @@ def gradient_and_value(loss: Loss, params: Any, batch: Batch) -> tuple[Any, Tens
         leaves = Leaves([t + zero.to(t.dtype) for t in flat.values()])
         with torch.enable_grad():
             value = _counted(loss, _assemble(params, dict(zip(flat, leaves.given))), batch)
-        return _assemble(params, dict(zip(flat, leaves.gradients(value)))), value.detach()
+        slopes = {k: g for k, g in zip(flat, leaves.gradients(value)) if g is not None}
+        return _assemble(params, slopes), value.detach()
     if batch.mapped:
         both: tuple[Any, Tensor] = grad_and_value(lambda p: _counted(loss, p, batch))(params)
         return both
@@ -197,7 +198,7 @@ def _train(
 ) -> tuple[Tree, list[Tensor]]:
     """Run `step` and `prox` once per batch on copies of `params`; running statistics ride along and are not trained.
 
-    `plain` is the learning rate where a step is −lr·gradient and nothing else: folded layers may then take it themselves.
+    `plain` is the learning rate where a step is −lr·gradient and nothing else: folded layers may then take it.
     Returns the parameters and the optimiser's state, which is empty if there was no batch.
     """
     flat = tree.flatten(params)
@@ -241,8 +242,8 @@ def _train(
             held[path].copy_(_if(batch.live if batch.mapped else None, f(held[path]), held[path]))
     if not p:
         return params, []
-    for k in flat.keys() - set(trained):
-        del held[k].owned  # type: ignore[attr-defined]
+    for path in flat.keys() - set(trained):
+        del held[path].owned  # type: ignore[attr-defined]
     result: Tree = _assemble(params, held)
     return result, state
 

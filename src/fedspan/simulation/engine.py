@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
 from fedspan.method.promises import ChunkWatch, SameShapes, need_tensors
 from fedspan.randomness import key
 from fedspan.tree import Params, Tree
+
+Way: TypeAlias = Literal["vmap", "folded", "loop"]
+"""How the clients of a chunk are computed: mapped, folded into the batch axis, or one after another."""
 
 SMALL_MODEL = 20_000
 """Up to this many parameters mapping wins clearly: the work of one client is smaller than the cost of asking for it."""
@@ -54,7 +57,7 @@ class Engine:
     seed: int
     batch_size: int | None
     epochs: int
-    mapping: Literal["vmap", "folded", "loop"]
+    mapping: Way
     evaluation_batch: int = 512
 
     def __post_init__(self) -> None:
@@ -254,7 +257,7 @@ class Engine:
         return streams
 
 
-def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "folded", "loop"]:
+def choose_mapping(task: Task, mode: str, steps: float) -> Way:
     """`auto` by a fixed rule on the model and the local steps of a visit, never by timing.
 
     Convolutions, recurrent layers and batch normalisation run one client after another; so do large models and visits
@@ -267,7 +270,8 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "fold
     if mode in ("vmap", "folded") and faults:
         raise ConfigError(" ".join(faults))
     if mode != "auto":
-        return {"vmap": "vmap", "folded": "folded"}.get(mode, "loop")  # type: ignore[return-value]
+        ways: tuple[Way, ...] = get_args(Way)
+        return next(way for way in ways if way == mode)
     size = sum(p.numel() for p in task.init().values())
     convolutions = task.has(nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if faults or (convolutions and size > SMALL_MODEL):
@@ -275,13 +279,15 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "fold
     return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
 
 
-def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
+def mapping_fault(task: Task, x: Tensor, y: Tensor, way: Way = "vmap") -> str | None:
     """Why a model or loss cannot be computed for many clients at once, seen on two examples; None if it can.
 
-    Two clients take one gradient each, mapped and alone; the second has one example and an empty slot. It shows code
-    that vmap cannot run (branches on values, `.item()`), and models whose examples depend on one another.
+    Two clients take one gradient each, together and alone; the second has one example, an empty slot and other weights.
+    It shows code that vmap cannot run (branches on values, `.item()`), models whose examples depend on one another, and
+    layers that read other layers' weights, which cannot be folded.
     """
     params, stream = task.init(), key(0, "mapping")
+    starts = [params, tree.map(lambda t: t * 0.9 + 0.01, params)]
     rows, slots = torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 1], [0, -1]])
 
     def mapped(own: Params, at: Tensor, filled: Tensor) -> Tree:
@@ -291,13 +297,14 @@ def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # slow operators are told about by the run itself
-            together = vmap(mapped)(tree.stack([params, params]), rows, slots)
+            with folding() if way == "folded" else nullcontext():
+                together = vmap(mapped)(tree.stack(starts), rows, slots)
     except ConfigError:
         raise
     except Exception as e:  # whatever a model of somebody's own raises when it is traced
-        return f"vmap gave {type(e).__name__}: {_first_sentence(str(e))}"
+        return f"{way} gave {type(e).__name__}: {_first_sentence(str(e))}"
     for k, size in enumerate((2, 1)):
-        alone = gradient(task.loss, params, Batch(x[:size], y[:size], None, stream, 0))
+        alone = gradient(task.loss, starts[k], Batch(x[:size], y[:size], None, stream, 0))
         if not _alike(tree.take(together, k), alone):
             return "an example's gradient depends on the other slots of its batch"
     return None
