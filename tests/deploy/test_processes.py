@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from fedspan.deploy.operations import processes
+from fedspan.deploy.operations import processes, unix_socket
 
 FOLLOWER, STUBBORN = "import sys; sys.stdin.read()", "import time; time.sleep(300)"
 FAMILY = """
@@ -24,7 +27,7 @@ time.sleep(300)
 PARENT = f"""
 import os, sys, time
 from pathlib import Path
-from fedspan.deploy.operations import processes
+from fedspan.deploy.operations import processes, unix_socket
 from fedspan.deploy.operations.watcher import stopped_afterwards
 
 here = Path(sys.argv[1])
@@ -119,3 +122,95 @@ def test_processes_are_found_with_and_without_proc(proc: str, tmp_path: Path, mo
             os.waitpid(pid, 0)
     assert processes.running(tmp_path) == []
     assert processes._born(pid) is None and processes._born(child) is None
+
+
+def started_family(folder: Path) -> tuple[psutil.Process, psutil.Process]:
+    """A process of a folder, and the one it has started, which does not end by itself."""
+    parent = psutil.Process(
+        processes.start(folder, "family", [sys.executable, "-c", FAMILY, STUBBORN], dict(os.environ))
+    )
+    end = time.monotonic() + 20
+    while not parent.children() and time.monotonic() < end:
+        time.sleep(0.05)
+    return parent, parent.children()[0]
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+@pytest.mark.parametrize("proc", ["/proc", "/nowhere"])
+def test_what_a_killed_process_has_left_is_stopped(proc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PROC", Path(proc))
+    here, longer = tmp_path / "a b", tmp_path / "a b c"
+    here.mkdir()
+    longer.mkdir()
+    parent, child = started_family(here)
+    other, others_child = started_family(longer)
+    try:
+        parent.kill()
+        parent.wait(10)
+        assert processes.running(here) == [] and child.is_running()
+        assert processes.stop(here) == []
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        assert other.is_running() and others_child.is_running()  # of a folder whose name only begins alike
+    finally:
+        assert processes.stop(longer) == ["family"]
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_child_that_was_killed_is_waited_for(tmp_path: Path) -> None:
+    parent, child = started_family(tmp_path)
+    parent.kill()
+    end = time.monotonic() + 10
+    while psutil.pid_exists(parent.pid) and time.monotonic() < end:
+        processes.running(tmp_path)
+    assert not psutil.pid_exists(parent.pid)  # so that its children can see it
+    processes.stop(tmp_path)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_process_ends_with_another_that_is_killed_and_never_waited_for(tmp_path: Path) -> None:
+    master, _ = started_family(tmp_path)
+    text = f"""
+import time
+from pathlib import Path
+from fedspan.deploy.operations import processes
+processes.end_with(Path({str(tmp_path)!r}), "nobody")
+processes.end_with(Path({str(tmp_path)!r}), "family")
+print("watching", flush=True)
+time.sleep(300)
+"""
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None and follower.stdout.readline() == "watching\n"
+        try:
+            assert follower.poll() is None
+            master.kill()
+            assert follower.wait(20) == -signal.SIGTERM
+        finally:
+            follower.kill()
+            processes.stop(tmp_path)
+
+
+def test_the_socket_of_a_killed_worker_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    folder, note = Path(tempfile.mkdtemp(prefix=unix_socket.PREFIX)), tmp_path / "worker.json"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / unix_socket.NAME))
+    note.write_text(json.dumps({"socket": str(folder / unix_socket.NAME), "pid": 1}))
+    unix_socket.remove_note(note)
+    assert not folder.exists() and not note.exists()
+    precious = tmp_path / "fedspan-x" / unix_socket.NAME
+    precious.parent.mkdir()
+    precious.touch()
+    for text in (json.dumps({"socket": str(precious)}), "[]", "{"):
+        note.write_text(text)
+        unix_socket.remove_note(note)
+        assert precious.exists() and not note.exists()
+    unix_socket.remove_note(note)
+
+
+@pytest.mark.parametrize(("length", "there"), [(40, True), (90, False)])
+def test_sockets_lie_where_macos_takes_their_paths(length: int, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = "/" + "t" * (length - 1)
+    monkeypatch.setattr(unix_socket.tempfile, "gettempdir", lambda: usual)
+    parent = unix_socket._parent()
+    assert parent == (usual if there else "/tmp")
+    assert len(f"{parent}/{unix_socket.PREFIX}xxxxxxxx/{unix_socket.NAME}") <= 103

@@ -1,6 +1,6 @@
 """Break a real federation on the loopback address and see what is left.
 
-    python tests/tools/deploy_faults.py [same node superlink serverapp strangers replay flood rounds ten ...]
+    python tests/tools/deploy_faults.py [same node superlink serverapp strangers replay flood join rounds ten ...]
 
 same       the deployed run has the simulator's numbers
 node       kill -9 a node's processes in a round: the round ends at its deadline, the node returns with its state
@@ -8,7 +8,8 @@ superlink  kill -9 the SuperLink in a run: a new run goes on, at most one round 
 serverapp  kill -9 the ServerApp in a run: likewise
 strangers  A1: six bad nodes; A2: five control actions through the proxy (needs nginx)
 replay     A3: a node sends every update again, changed, and from an old round: each counts once
-flood      a node sends 400 MB where some kB are declared: memory, database and time of the round
+flood      a node sends 400 MB where some kB are declared: memory, database, time of the round; later it is heard again
+join       a node takes a reserved place in a running federation, one changes its key, one is revoked; the audit log
 rounds     seconds per round with almost no work, without and with warm workers
 ten        ten nodes for ten rounds without a failure; bytes as fedspan counts them and as they pass by
 
@@ -50,10 +51,11 @@ from fedspan.deploy.operations.deployment import LOOPBACK, Deployment, node_comm
 from fedspan.deploy.operations.keys import make_keys
 from fedspan.deploy.operations.proxy import nginx
 from fedspan.deploy.policy import Policy
-from fedspan.errors import FedspanError
+from fedspan.errors import CheckpointError, FedspanError
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
 from fedspan.storage.checkpoint import RunDirectory
+from fedspan.storage.lock import Lock
 
 LOCAL = Path(fedspan.deploy.__file__).parent / "local.toml"
 # What is printed when a node is turned away, by itself (TLS) or by the SuperLink (authentication); without such a sign
@@ -104,10 +106,12 @@ class Federation:
 
     meter: Meter | None
 
-    def __init__(self, folder: Path, nodes: int, warm: bool = True, metered: bool = False) -> None:
+    def __init__(
+        self, folder: Path, nodes: int, warm: bool = True, metered: bool = False, places: int | None = None
+    ) -> None:
         self.folder, self.warm = folder, warm
         self.names = [f"node-{i}" for i in range(nodes)]
-        make_keys(folder, self.names)
+        make_keys(folder, self.names, places=places)
         self.server = Deployment(folder / "server")
         self.metered, self.meter = metered, None
 
@@ -132,17 +136,21 @@ class Federation:
     def order(
         self, *overrides: str, file: Path = LOCAL, deadline: float = 300.0, quorum: float = 0.5
     ) -> tuple[str, int]:
-        config = load_config(file, [f"partition.clients={len(self.names)}", *overrides]).resolve()
+        config = load_config(file, [f"partition.clients={self.server.clients}", *overrides]).resolve()
         kind = kind_of(config)
         assert kind is not None
         return config.name, self.server.submit(config, kind, Policy(deadline=deadline, quorum=quorum, wait=120))
 
-    def until_round(self, name: str, t: int) -> dict[str, Any]:
+    def until_round(self, name: str, number: int, t: int) -> dict[str, Any]:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             body = self.server.status(name)
             if body is not None and body["round"] >= t:
                 return body
+            state = self.server.flower_status(number)
+            if state.startswith("finished"):
+                said = (self.server.out(name) / "server.log").read_text().splitlines()[-1:]
+                raise FedspanError(f"{name}: the run ended as {state} before round {t}: {said}")
             time.sleep(0.2)
         raise FedspanError(f"{name}: round {t} was not reached in {PATIENCE:g} s")
 
@@ -159,23 +167,40 @@ class Federation:
 
 
 @contextmanager
-def federation(nodes: int = 3, warm: bool = True, metered: bool = False) -> Iterator[Federation]:
+def federation(
+    nodes: int = 3, warm: bool = True, metered: bool = False, places: int | None = None
+) -> Iterator[Federation]:
     folder = Path(tempfile.mkdtemp(prefix="fedspan-faults-"))
-    made = Federation(folder, nodes, warm, metered)
-    before = {p.pid for p in psutil.process_iter()}
+    usual, temporary = tempfile.gettempdir(), folder / "tmp"
+    temporary.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    made = Federation(folder, nodes, warm, metered, places)
     try:
         made.start()
         yield made
     finally:
         made.stop()
-        left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and _ours(p, folder)]
+        os.environ["TMPDIR"] = tempfile.tempdir = usual
+        left = _left_behind(folder)
         if left:
-            print(f"  LEFT OVER: {[p.pid for p in left]}")
+            print(f"  LEFT OVER: {left}")
             globals()["leftovers"] = True
         shutil.rmtree(folder, ignore_errors=True)
 
 
 leftovers = False
+
+
+def _left_behind(folder: Path) -> list[str]:
+    """F13: what should not be there after everything was stopped: processes, temporary files, locks that are held."""
+    left = [f"process {p.pid}" for p in psutil.process_iter() if _ours(p, folder)]
+    left += [str(p) for p in (*(folder / "tmp").iterdir(), *folder.rglob("*.tmp"))]
+    for path in folder.rglob("lock"):
+        try:
+            Lock(path.parent).close()
+        except CheckpointError as e:
+            left.append(str(e))
+    return left
 
 
 def _ours(p: psutil.Process, folder: Path) -> bool:
@@ -189,7 +214,8 @@ def simulated(*overrides: str, file: Path = LOCAL, clients: int = 3) -> Any:
     config = load_config(file, [f"partition.clients={clients}", *overrides]).resolve()
     method, task, data = assemble(config)
     settings = Settings(**{**vars(config.train), "mapping": "loop", "workers": 1, "evaluate_every": 1000})
-    sim = Simulation(method, task, data, rounds=config.rounds, seed=config.seed, settings=settings)
+    guard = config.defence
+    sim = Simulation(method, task, data, rounds=config.rounds, seed=config.seed, settings=settings, defence=guard)
     sim.run()
     return sim.record.server
 
@@ -228,15 +254,14 @@ def node() -> bool:
     """Kill -9 a node in a round."""
     with federation() as f:
         name, number = f.order("rounds=16", "train.evaluate_every=16", deadline=60.0)
-        f.until_round(name, 1)
+        f.until_round(name, number, 1)
         victim = f.folder / f.names[2]
         held = sorted(p.name for p in (victim / "state").glob("*/manifest-*.json"))
         for entry in processes.running(victim):
             for pid in (*processes._descendants(entry["pid"]), entry["pid"]):
                 if psutil.pid_exists(pid):
                     os.kill(pid, signal.SIGKILL)
-        f.until_round(name, 2)
-        (victim / processes.PIDS).unlink(missing_ok=True)
+        f.until_round(name, number, 2)
         f.start_node(2)
         f.wait(name, number)
         lines = f.lines(name)
@@ -252,15 +277,15 @@ def node() -> bool:
 def _resumed(kill: Callable[[Federation], None]) -> bool:
     more = ("rounds=4", "train.evaluate_every=4")
     with federation() as f:
-        name, _ = f.order(*more)
-        before = f.until_round(name, 2)["round"]
+        name, number = f.order(*more)
+        before = f.until_round(name, number, 2)["round"]
+        old = _family(f.server.folder)
         kill(f)
         start = time.monotonic()
         if not f.server.ready():
-            (f.server.folder / processes.PIDS).unlink(missing_ok=True)
             f.server.start(f.server.port, seconds=PATIENCE)
         _, number = f.order(*more)
-        f.until_round(name, before + 1)
+        f.until_round(name, number, before + 1)
         going = time.monotonic() - start
         done = f.wait(name, number)
         lines, equal = f.lines(name), tree.digest(simulated(*more)) == tree.digest(f.state(name))
@@ -268,18 +293,45 @@ def _resumed(kill: Callable[[Federation], None]) -> bool:
         again = [line for line in log.splitlines() if "Resuming after round" in line]
         print(f"  killed after round {before}; {again[-1:]}; rounds {[line['round'] for line in lines]}")
         print(f"  the next round was done {going:.0f} s after; bit for bit an undisturbed simulation's state: {equal}")
-        return done["state"] == "finished" and [line["round"] for line in lines] == [1, 2, 3, 4] and equal
+        held = done["state"] == "finished" and [line["round"] for line in lines] == [1, 2, 3, 4] and equal
+        return held and (_lives(old[0]) or (not any(map(_lives, old)) and _ends_by_itself(f)))
+
+
+def _pid(f: Federation) -> int:
+    """The number of the SuperLink."""
+    (entry,) = processes.running(f.server.folder)
+    return int(entry["pid"])
+
+
+def _family(folder: Path) -> list[psutil.Process]:
+    """The process of a folder that was started first, and all that it has started."""
+    first = psutil.Process(processes.running(folder)[0]["pid"])
+    return [first, *first.children(recursive=True)]
+
+
+def _lives(p: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _ends_by_itself(f: Federation) -> bool:
+    """Whether all that a SuperLink has started ends within 30 s after it was killed in a round, if nobody helps."""
+    name, number = f.order("name=left", "rounds=50", "train.evaluate_every=50")
+    f.until_round(name, number, 1)
+    family, start = _family(f.server.folder), time.monotonic()
+    family[0].kill()
+    family[0].wait(10)  # as the system's first process does for one whose parent has gone
+    while any(map(_lives, family)) and time.monotonic() < start + 30:
+        time.sleep(0.2)
+    left = [" ".join(p.cmdline())[:80] for p in family if _lives(p)]
+    print(f"  left to themselves, its {len(family) - 1} processes ended {time.monotonic() - start:.0f} s later; {left}")
+    return not left
 
 
 def superlink() -> bool:
-    """Kill -9 the SuperLink; what it started ends by itself."""
-
-    def kill(f: Federation) -> None:
-        (entry,) = processes.running(f.server.folder)
-        os.kill(entry["pid"], signal.SIGKILL)
-        time.sleep(5)
-
-    return _resumed(kill)
+    """Kill -9 the SuperLink; the next one ends what it has left, and without a next one that ends by itself."""
+    return _resumed(lambda f: os.kill(_pid(f), signal.SIGKILL))
 
 
 def serverapp() -> bool:
@@ -369,10 +421,18 @@ def _expired(folder: Path) -> bool:
     server = Deployment(folder / "server")
     try:
         server.start(seconds=30)
-        print("  A1 expired certificate: ACCEPTED")
+        print("  A1 expired certificate: STARTED")
         return False
-    except FedspanError:
-        port = server.port
+    except FedspanError as e:
+        print(f"  A1 expired certificate: {e}", flush=True)
+    try:
+        port = processes.free_port()
+        processes.start(server.folder, "superlink", server.command(port), server.environment())
+        end = time.monotonic() + 90
+        while time.monotonic() < end:
+            with suppress(OSError), socket.create_connection((LOOPBACK, port), 1):
+                break
+            time.sleep(0.5)
         context = ssl.create_default_context(cafile=str(folder / "server" / "ca.crt"))
         try:
             urllib.request.urlopen(f"https://{LOOPBACK}:{port}/health", timeout=5, context=context)
@@ -469,14 +529,15 @@ def flood() -> bool:
             print(f"  {what}: at most {usual[what]:.1f} in a usual run, {flooded[what]:.1f} flooded")
         print(f"  database afterwards: {after:.1f} MB")
         lines = f.lines("flooded")
-        print(f"  answered {[line['answered'] for line in lines]}; {[line['refused'] for line in lines]}")
+        answered, refused = [line["answered"] for line in lines], [list(line["refused"]) for line in lines]
+        print(f"  answered {answered}; {[line['refused'] or line['missing'] for line in lines]}")
         kept = after < usual["database, MB"] + 32 and flooded["ServerApp, MB"] < usual["ServerApp, MB"] + 50
-        return kept and [line["answered"] for line in lines] == [2, 2, 2]
+        return kept and answered == [2, 2, 3] and refused == [[f.names[2]], [f.names[2]], []]
 
 
 def _measured(f: Federation, name: str, size: int) -> dict[str, float]:
     """A run of three rounds, with a node that sends so many bytes if any: its peaks of memory, database and time."""
-    (link,) = (entry["pid"] for entry in processes.running(f.server.folder))
+    link = _pid(f)
     _, number = f.order(f"name={name}", "rounds=3", "train.evaluate_every=3", deadline=120.0)
     over, most, folder = threading.Event(), dict[str, float](), f.folder / f.names[2]
     threads = [threading.Thread(target=_peaks, args=(f, name, link, over, most))]
@@ -510,13 +571,13 @@ def _send_again(
 ) -> None:
     """A node that answers as it should, and then sends its update again, a changed one, and those of old rounds.
 
-    With `flood` it sends so many bytes instead of every update.
+    With `flood` it sends so many bytes instead of its updates of rounds 1 and 2, and the right one in round 3.
     """
     import httpx
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
     from flwr.app import Message
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-    from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, pull_and_inflate_object_from_tree
     from flwr.supernode.fleet_http_connection import http_request_response
 
     from fedspan.deploy.envelope import seal, unseal
@@ -537,7 +598,7 @@ def _send_again(
                 for number, some in get_all_nested_objects(message).items():
                     if number in missing:
                         push(message.metadata.run_id, session, number, some.deflate())
-            except (httpx.HTTPError, RuntimeError):
+            except (httpx.HTTPError, RuntimeError, ObjectPushError):  # a SuperNode goes on after any of them, too
                 if kind == "right":
                     raise
                 tried[f"{kind}, refused by Flower"] += 1
@@ -559,17 +620,105 @@ def _send_again(
                 made.metadata.__dict__["_message_id"] = made.object_id
                 return made
 
-            if flood and facts["do"] == "train":
+            if flood and facts["do"] == "train" and facts["round"] < 3:
                 post(answer(os.urandom(flood)), "flood")
                 continue
             right = answer(payload)
             post(right, "right")
-            if facts["do"] == "train":
+            if facts["do"] == "train" and not flood:
                 post(right, "again")
                 post(answer(payload[:-4] + b"\0\0\x80?"), "changed")
                 for earlier in old:
                     post(earlier, "old")
                 old.append(right)
+
+
+def join() -> bool:
+    """The fourth of four places is taken while rounds run; another node changes its key, a third is revoked."""
+    from fedspan.deploy.audit_log import AuditLog
+    from fedspan.deploy.operations.membership import Membership
+    from fedspan.deploy.operations.node_bundle import install_bundle
+    from fedspan.deploy.operations.node_request import request_place, request_renewal
+
+    with federation(3, places=4) as f:
+        members, sent = Membership(f.server, f"{LOOPBACK}:{f.server.port}"), f.folder / "sent.json"
+        name, number = f.order("rounds=500", "train.evaluate_every=500", deadline=120.0)
+        empty = f.until_round(name, number, 2)["round"]
+
+        def handed_over(i: int, how: Callable[[], Any]) -> float:
+            """Give a node its bundle and start it; when it was admitted."""
+            sent.write_text(how().model_dump_json())
+            begun = time.monotonic()
+            install_bundle(f.folder / f.names[i], sent)
+            f.start_node(i)
+            return begun
+
+        def answering(who: str, after: int, absent: bool = False) -> int:
+            """The first round after another that used a node, or did not."""
+            end = time.monotonic() + PATIENCE
+            while time.monotonic() < end:
+                for entry in AuditLog(f.server.folder).entries():
+                    facts = entry.facts
+                    if entry.event == "round" and facts["round"] > after and (who in facts["used"]) != absent:
+                        return int(facts["round"])
+                time.sleep(0.3)
+            raise FedspanError(f"{who} was not heard of in {PATIENCE:g} s")
+
+        f.names.append("late")
+        asked = f.folder / "late.request.json"
+        request_place(f.folder / "late", "late", asked)
+        begun = handed_over(3, lambda: members.admit(asked))
+        started, at = time.monotonic() - begun, f.until_round(name, number, 0)["round"]
+        first = answering("late", at)
+        print(f"  admitted and started in {started:.1f} s, after round {at}; trains from round {first}", flush=True)
+
+        request_renewal(f.folder / "node-0", "node-0", asked)
+        renewed_at = f.until_round(name, number, 0)["round"]
+        renewed = members.renew(str(asked))
+        processes.stop(f.folder / "node-0")
+        handed_over(0, lambda: renewed)
+        again = answering("node-0", renewed_at + 1)
+        print(f"  node-0 has a new key since round {renewed_at}; trains with it in round {again}", flush=True)
+
+        seen, revoked_at = len((f.server.folder / "superlink.log").read_text()), f.until_round(name, number, 0)["round"]
+        (pid,) = (e["pid"] for e in processes.running(f.folder / "node-1") if e["name"] == "supernode")
+        begun = time.monotonic()
+        members.revoke("node-1", "it was asked to leave")
+        took = time.monotonic() - begun
+        without = answering("node-1", revoked_at, absent=True)
+        # As its parent this process must wait for it: until then what it started believes that it lives.
+        ended = psutil.wait_procs([psutil.Process(pid)], timeout=120)[0]
+        last = f.until_round(name, number, without + 2)["round"]
+        turned_away = SIGNS.findall((f.server.folder / "superlink.log").read_text()[seen:])
+        print(
+            f"  node-1 was revoked in {took:.2f} s after round {revoked_at}; not used from round {without} on",
+            flush=True,
+        )
+        print(f"  the SuperLink turned it away: {turned_away[:1]}; its SuperNode has ended: {bool(ended)}", flush=True)
+
+        os.kill(int(f.server.status(name)["pid"]), signal.SIGKILL)  # and a run goes on with the new roster
+        time.sleep(2)
+        done = f.wait(*f.order(f"rounds={last + 2}", "train.evaluate_every=500", deadline=120.0))
+        lines = f.lines(name)
+        used = {e.facts["round"]: e.facts["used"] for e in AuditLog(f.server.folder).entries() if e.event == "round"}
+        later = [who for t, some in used.items() if t >= without for who in some]
+        events = Counter(e.event for e in AuditLog(f.server.folder).entries())
+        count, head = AuditLog(f.server.folder).verify()
+        print(f"  answered {[line['answered'] for line in lines]}; missing last {lines[-1]['missing']}")
+        print(f"  audit log: {dict(events)}; {count} events, verified, head {head[:16]}")
+        mended = (f.server.folder / "audit.jsonl").read_bytes().replace(b'"revoked"', b'"renewed"', 1)
+        (f.folder / "audit.jsonl").write_bytes(mended)
+        try:
+            AuditLog(f.folder).verify()
+            return False
+        except FedspanError as e:
+            print(f"  edited: {e}")
+        fine = done["state"] == "finished" and lines[-1]["answered"] == 3 and "node-1" not in later
+        fine &= (
+            "late" in used[last + 2] and "node-0" in used[last + 2] and first <= at + 2 and bool(turned_away and ended)
+        )
+        fine &= lines[0]["missing"] == {"place-3": "its place is empty"} and lines[empty - 1]["answered"] == 3
+        return fine and events["admitted"] == events["renewed"] == events["revoked"] == 1
 
 
 def ten() -> bool:
@@ -603,7 +752,7 @@ def rounds() -> bool:
     return True
 
 
-SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, replay, flood, rounds, ten)}
+SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, replay, flood, join, rounds, ten)}
 
 if __name__ == "__main__":
     failed = []

@@ -22,6 +22,7 @@ from fedspan.method import (
     Capacity,
     Cautions,
     ClientInfo,
+    Discloses,
     Down,
     Federation,
     Observed,
@@ -53,7 +54,11 @@ class AmhtLrs(Averaging, Adapts, Observed, Cautions):
     the entries holds whatever it is.
     """
 
-    about = About(family="pfl-mf", reference="Pal et al., AISTATS 2024")
+    about = About(
+        family="pfl-mf",
+        reference="Pal et al., AISTATS 2024",
+        discloses=Discloses(labels="set", model="nothing", private=("w",), examples=False, resembles=True),
+    )
 
     weighting: Literal["samples", "uniform"] = "uniform"
     private_head: bool = False
@@ -216,7 +221,7 @@ class _Head:
     def slope(self, head: Tensor) -> Tensor:
         """The gradient at a head."""
         output = self.X @ head.reshape(-1, self.X.shape[1]).T
-        return ((self.task.output_gradient(output, self.batch.y) * self.share).T @ self.X).reshape(-1)
+        return ((self.task.output_gradient(output, self.batch.y, self.batch.mask) * self.share).T @ self.X).reshape(-1)
 
 
 def _sparse(c: Tensor, threshold: float, most: int) -> Tensor:

@@ -13,7 +13,7 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.sgd import gradient, is_statistic
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Fraction, NonNegative
 from fedspan.tree import Params, Tree
 
@@ -30,7 +30,10 @@ class Apfl(Sharing):
     Kept: v and alpha (and h, the private head of w if `private_head`). Sent: theta.
     """
 
-    about = About(reference="Deng et al., 2020")
+    about = About(
+        reference="Deng et al., 2020",
+        discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
+    )
 
     alpha: Fraction = 0.5
     """α at the start, the share of the local model in the personal one."""
@@ -84,7 +87,7 @@ class Apfl(Sharing):
         if self.mix == "params":
             return task.loss(_between(v, w, alpha), batch)
         output = alpha * task.output(v, batch) + (1 - alpha) * task.output(w, batch)
-        return batch.mean(task.example_loss(output, batch.y))
+        return task.mean_loss(output, batch)
 
     def _step(self, task: Task, both: Tree, alpha: Tensor, batch: Batch) -> Tensor:
         """α ← clip(α − η ⟨v − w, ∇f(v̄)⟩, 0, 1); an empty minibatch is no step."""

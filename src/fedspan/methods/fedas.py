@@ -15,7 +15,7 @@ from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs
 from fedspan.learn.class_features import class_matrix, class_means, members
 from fedspan.learn.sgd import gradient, sgd
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.bases import weight_by_field
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
@@ -39,6 +39,7 @@ class FedAs(Sharing):
         needs_classes=True,
         weight=lambda m: "own" if m.fisher else weight_by_field(m),
         weight_bound=math.inf,  # a trace has no natural bound; one that is not finite stops the run
+        discloses=Discloses(labels="set", model="likeness", private=("theta",), examples=False, resembles=True),
     )
 
     private_head: bool = True
@@ -93,7 +94,7 @@ class FedAs(Sharing):
         stats = tree.select(params, task.stats)
 
         def loss(p: Params, batch: Batch) -> Tensor:
-            return batch.mean(task.example_loss(task.predict(p | stats, batch.x), batch.y))
+            return task.mean_loss(task.predict(p | stats, batch.x), batch)
 
         total = torch.zeros_like(next(iter(params.values())).reshape(-1)[0])
         for batch in stream:
@@ -102,6 +103,10 @@ class FedAs(Sharing):
         return total.clamp_min(1e-12)  # if all have nothing left to learn, they count alike
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
-        theta = self._aligned(task, client, down["theta"], visit)
-        params = theta | client["h"]
+        return self._ready(task, self._aligned(task, client, down["theta"], visit) | client["h"], visit)
+
+    def personal_trained(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        return self._ready(task, client["theta"] | client["h"], visit)  # aligned before it was trained
+
+    def _ready(self, task: Task, params: Params, visit: Visit) -> Tree:
         return task.estimate_statistics(params, visit["all"]) if task.stats else params

@@ -14,7 +14,7 @@ from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.sgd import gradient
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Coded, Federation, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Coded, Discloses, Federation, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, NonNegative, Positive, Share
 from fedspan.randomness import key, uniform
 from fedspan.tree import Params, Tree
@@ -36,7 +36,12 @@ class FedKd(Sharing, Coded):
     none). Kept: v and W (and h, the mentee's private head if `private_head`). Sent: theta.
     """
 
-    about = About(reference="Wu et al., Nature Communications 2022", any_model=True, needs_classes=True)
+    about = About(
+        reference="Wu et al., Nature Communications 2022",
+        any_model=True,
+        needs_classes=True,
+        discloses=Discloses(labels="set", model="likeness", examples=False, resembles=True),
+    )
 
     weighting: Literal["samples", "uniform"] = "uniform"
     distill: NonNegative = 1.0
@@ -91,7 +96,7 @@ class FedKd(Sharing, Coded):
         """What mentor and mentee minimise together."""
         f, z = task.features_and_output(q["mentor"] | stats["mentor"], batch)
         f_g, z_g = task.smallest.features_and_output(q["mentee"] | stats["mentee"], batch)
-        errors = batch.mean(task.example_loss(z, batch.y)) + batch.mean(task.example_loss(z_g, batch.y))
+        errors = task.mean_loss(z, batch) + task.mean_loss(z_g, batch)
         if not self.distill:
             return errors
         log_p, log_g = z.log_softmax(1), z_g.log_softmax(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -14,8 +14,21 @@ from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs, rows_of
 from fedspan.learn.class_features import class_matrix, class_means
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
-from fedspan.method import About, Adapts, Capacity, ClientInfo, Coded, Down, Federation, Round, Sent, Training, Visit
-from fedspan.method.fields import AtLeast1, NonNegative
+from fedspan.method import (
+    About,
+    Adapts,
+    Capacity,
+    ClientInfo,
+    Coded,
+    Discloses,
+    Down,
+    Federation,
+    Round,
+    Sent,
+    Training,
+    Visit,
+)
+from fedspan.method.fields import AtLeast1, NonNegative, with_keys
 from fedspan.randomness import fold, generator, key, torch_seed
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Rows
@@ -39,6 +52,7 @@ class FedProto(Training, Coded, Adapts):
         any_model=True,
         needs_classes=True,
         weight="one",  # rows carry their own weights
+        discloses=Discloses(labels="set", model="nothing", examples=True, class_means=True, resembles=True),
     )
 
     lam: NonNegative = 1.0
@@ -69,7 +83,7 @@ class FedProto(Training, Coded, Adapts):
         def near(theta: Params, batch: Batch) -> Tensor:
             features, output = task.features_and_output(theta, batch)
             far = (features - p[batch.y]).square().mean(1) * _known(p)[batch.y]
-            return batch.mean(task.example_loss(output, batch.y) + self.lam * far)  # L_S + λ L_R
+            return batch.mean(task.example_loss(output, batch.y, batch.mask) + self.lam * far)  # L_S + λ L_R
 
         theta = self.fit(near if self.lam else task.loss, client["theta"], visit["train"])
         own, n = class_means(task, theta, visit["all"], p)
@@ -91,6 +105,12 @@ class FedProto(Training, Coded, Adapts):
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         theta: Tree = client["theta"]
         return theta if self.predict_by == "head" else {"theta": theta, "p": down["p"]}
+
+    def prediction_rule(self) -> str:
+        return self.predict_by
+
+    def predicting_by(self, rule: str) -> Self:
+        return with_keys(self, predict_by=rule)
 
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         if self.predict_by == "head":
@@ -114,7 +134,10 @@ class FedTgp(FedProto):
     script has λ = 10 (their code's default is 1), 100 server epochs and τ = 100.
     """
 
-    about = About(reference="Zhang et al., AAAI 2024")
+    about = About(
+        reference="Zhang et al., AAAI 2024",
+        discloses=Discloses(labels="set", model="nothing", examples=False, class_means=True, resembles=True),
+    )
 
     weighting: Literal["samples", "uniform"] = "samples"
     """Plays no part: every upload counts alike."""

@@ -14,7 +14,7 @@ from fedspan import tree
 from fedspan.layers import Which, choose, in_head, part
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
 from fedspan.randomness import fold, key, normal
 from fedspan.tree import Params, Tree
@@ -39,7 +39,10 @@ class LrBpfl(Sharing):
     alone.
     """
 
-    about = About(reference="Zhang et al., AISTATS 2025")
+    about = About(
+        reference="Zhang et al., AISTATS 2025",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     rank: AtLeast1 = 4
     """r, the rank of a client's mask."""
@@ -127,7 +130,7 @@ class LrBpfl(Sharing):
         """The loss of the average prediction over draws."""
         keys: list[Tensor | None] = [fold(batch.key, 1 + s) for s in range(self.members)]
         outputs = [task.output(self.drawn(task, theta, q, k), batch) for k in keys or [None]]
-        return batch.mean(task.example_loss(_average(task, outputs), batch.y))
+        return task.mean_loss(_average(task, outputs), batch)
 
     # ------------------------------------------------------------------------------------------------ rounds and use
 
@@ -169,6 +172,6 @@ def _average(task: Task, outputs: list[Tensor]) -> Tensor:
     if len(outputs) == 1:
         return outputs[0]
     stacked = torch.stack(outputs)
-    if task.kind == "regression":
+    if task.kind not in ("classification", "language"):
         return stacked.mean(0)
     return stacked.log_softmax(-1).logsumexp(0) - math.log(len(outputs))

@@ -15,7 +15,19 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.task import Task
-from fedspan.method import About, Adapts, Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method import (
+    About,
+    Adapts,
+    Averaging,
+    Capacity,
+    ClientInfo,
+    Discloses,
+    Down,
+    Federation,
+    Round,
+    Sent,
+    Visit,
+)
 from fedspan.method.fields import AtLeast1, Fraction, NonNegative
 from fedspan.randomness import torch_seed
 from fedspan.tree import Params, Tree
@@ -31,7 +43,11 @@ class PFedEs(Averaging):
     Kept: theta. Sent: g.
     """
 
-    about = About(reference="Yi et al., 2023", any_model=True)
+    about = About(
+        reference="Yi et al., 2023",
+        any_model=True,
+        discloses=Discloses(labels="set", model="nothing", examples=True, resembles=True),
+    )
 
     private_head: bool = False
     """Plays no part: the whole model is private."""
@@ -104,7 +120,12 @@ class PFedAfm(Averaging, Adapts):
     the server averages w. Kept: theta, alpha (and stats, w's running statistics). Sent: w.
     """
 
-    about = About(reference="Yi et al., 2024", any_model=True, needs_classes=True)
+    about = About(
+        reference="Yi et al., 2024",
+        any_model=True,
+        needs_classes=True,
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     private_head: bool = False
     """Plays no part: the whole model is private."""
@@ -138,13 +159,13 @@ class PFedAfm(Averaging, Adapts):
             own, other = task.features_and_output(p["theta"], batch)[0], small.features_and_output(received, batch)[0]
             alpha = start + s * p["b"]
             output = task.from_features(p["theta"], alpha * own + (1 - alpha) * other)
-            return batch.mean(task.example_loss(output, batch.y))
+            return task.mean_loss(output, batch)
 
         new = self.fit(mixed, {"theta": client["theta"], "b": torch.zeros_like(start)}, visit["train"], prox=bound)
 
         def alone(w: Params, batch: Batch) -> Tensor:
             output = task.from_features(new["theta"], small.features_and_output(w, batch)[0])
-            return batch.mean(task.example_loss(output, batch.y))
+            return task.mean_loss(output, batch)
 
         w = self.fit(alone, received, visit["common"], self.lr if self.lr_common is None else self.lr_common)
         kept = {"theta": new["theta"], "alpha": start + s * new["b"], "stats": tree.select(w, small.stats)}

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +31,9 @@ OFFLINE = {
 QUICK = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
 """Flower looks for tasks every second otherwise."""
 
+MARK = "FEDSPAN_STARTED_IN"
+"""The variable that names the folder to everything started for it, and to what that starts in turn."""
+
 PIDS = "pids.json"
 PROC = Path("/proc")
 
@@ -46,7 +50,12 @@ def start(folder: Path, name: str, command: Sequence[str], env: dict[str, str]) 
     """Start a process of its own session; its output goes to NAME.log, its number to pids.json."""
     with open(folder / f"{name}.log", "ab") as log:
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=env | {MARK: _mark(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     _write(folder, [*running(folder), {"name": name, "pid": process.pid, "born": _born(process.pid)}])
     return process.pid
@@ -62,21 +71,43 @@ def running(folder: Path) -> list[dict[str, Any]]:
 
 
 def stop(folder: Path, patience: float = 15.0) -> list[str]:
-    """Stop what runs, the last started first, with everything it has started; the names of what was stopped."""
+    """Stop what runs, the last started first, with everything it has started; the names of what was stopped.
+
+    That includes what a killed process has left behind. Flower's processes end with their parent only once somebody has
+    waited for it, and after pauses of up to 20 s.
+    """
     entries = running(folder)
-    family = {pid: _born(pid) for e in entries for pid in (e["pid"], *_descendants(e["pid"]))}
-    for e in reversed(entries):
-        _signal(e["pid"], e["born"], signal.SIGTERM)
+    family = {pid: _born(pid) for e in reversed(entries) for pid in (e["pid"], *_descendants(e["pid"]))}
+    family |= {pid: _born(pid) for pid in _marked(folder) if pid not in family}
+    for pid, born in family.items():
+        _signal(pid, born, signal.SIGTERM)
     end = time.monotonic() + patience
     for number in (None, signal.SIGKILL):
         while any(_alive(pid, born) for pid, born in family.items()) and time.monotonic() < end:
             time.sleep(0.1)
-        for pid, born in family.items():
-            if number is None:
+        if number is None:
+            family |= {pid: _born(pid) for pid in _marked(folder)}  # with what was started in the meantime
+            for pid, born in family.items():
                 _signal(pid, born, signal.SIGKILL)
         end = time.monotonic() + 5.0
     (folder / PIDS).unlink(missing_ok=True)
     return [e["name"] for e in entries]
+
+
+def end_with(folder: Path, name: str) -> None:
+    """End this process soon after the named process of a folder, also if that one is killed and never waited for.
+
+    Nothing is done where no such process is known.
+    """
+    masters = [(e["pid"], e["born"]) for e in running(folder) if e["name"] == name]
+
+    def watch() -> None:
+        while all(_alive(pid, born) for pid, born in masters):
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)  # not raise_signal, which would not wake the main thread
+
+    if masters:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def free_port() -> int:
@@ -134,17 +165,26 @@ def _all() -> list[_Process]:
 
 def _ps(*which: str) -> list[_Process]:
     """Processes as `ps` lists them, on systems without /proc such as macOS."""
-    command = ["ps", *which, "-o", "pid=,ppid=,stat=,lstart="]
-    listed = subprocess.run(
-        command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, encoding="utf-8", errors="replace"
-    )
-    rows = [line.split(None, 3) for line in listed.stdout.splitlines()]
+    rows = [line.split(None, 3) for line in _run_ps(*which, "-o", "pid=,ppid=,stat=,lstart=")]
     return [_Process(int(pid), int(parent), born, state.startswith("Z")) for pid, parent, state, born in rows]
 
 
+def _run_ps(*words: str) -> list[str]:
+    listed = subprocess.run(
+        ["ps", *words], env={**os.environ, "LC_ALL": "C"}, capture_output=True, encoding="utf-8", errors="replace"
+    )
+    return listed.stdout.splitlines()
+
+
 def _born(pid: int) -> str | None:
-    """When a process started; None if it has ended. Numbers are used again, births are not."""
+    """When a process started; None if it has ended. Numbers are used again, births are not.
+
+    A child of this process that has ended is waited for: until then its own children believe that it lives.
+    """
     found = _look_up(pid)
+    if found is not None and found.zombie and found.parent == os.getpid():
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
     return None if found is None or found.zombie else found.born
 
 
@@ -156,6 +196,30 @@ def _signal(pid: int, born: str | None, number: int) -> None:
     if _alive(pid, born):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def _marked(folder: Path) -> list[int]:
+    """Processes that were started for a folder, whoever is their parent now; never this one."""
+    mark = f"{MARK}={_mark(folder)}"
+    if PROC.is_dir():
+        found = [process.pid for process in _all() if mark in _environment_of(process.pid)]
+    else:
+        show = ("-E", "-ww") if sys.platform == "darwin" else ("e", "ww")  # the environment, behind the command
+        listed = _run_ps("-A", *show, "-o", "pid=,args=")
+        found = [int(line.split(None, 1)[0]) for line in listed if mark in line]
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _mark(folder: Path) -> str:
+    """The folder as its processes' environment names it: in quotes, so that no longer path begins with it."""
+    return json.dumps(str(folder.resolve()))
+
+
+def _environment_of(pid: int) -> list[str]:
+    try:
+        return (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []  # it has ended, or is another user's
 
 
 def _descendants(pid: int) -> list[int]:
