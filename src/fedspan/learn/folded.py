@@ -127,13 +127,14 @@ class _Pass:
 class _Unit(nn.Module):
     """A layer with parameters of its own, run with those of each client."""
 
-    def __init__(self, layer: nn.Module, prefix: str, now: _Pass) -> None:
+    def __init__(self, layer: nn.Module, prefix: str, now: _Pass, apart: bool) -> None:
         super().__init__()
         self.layer, self.prefix, self.now = layer, prefix, now
+        self.apart = apart  # what it does to an example depends on the example's place in its client's batch
 
     def forward(self, x: Tensor) -> Tensor:
         given = {k[len(self.prefix) :]: v for k, v in self.now.params.items() if k.startswith(self.prefix)}
-        if not any(batched for _, batched in given.values()):
+        if not self.apart and not any(batched for _, batched in given.values()):
             return _result(functional_call(self.layer, {k: v for k, (v, _) in given.items()}, (x,)))
         return _RUN.get(type(self.layer), _Unit._mapped)(self, x, given)
 
@@ -212,7 +213,7 @@ class Folded:
 
     def _replaced(self, module: nn.Module, prefix: str, keyed: type[nn.Module]) -> nn.Module:
         if isinstance(module, keyed) or next(module.parameters(recurse=False), None) is not None:
-            return _Unit(module, prefix, self.now)
+            return _Unit(module, prefix, self.now, apart=isinstance(module, keyed))
         for name, child in list(module.named_children()):
             setattr(module, name, self._replaced(child, f"{prefix}{name}.", keyed))
         return module
