@@ -18,12 +18,12 @@ from fedspan.methods.pfl_mf import PflMfPaper
 from fedspan.randomness import generator
 from fedspan.studies.theory import example_1, example_2, figure_1, movielens
 from fedspan.studies.theory.collaborative import Rater, Sums, server_step
-from fedspan.studies.theory.curvature import curvature, lipschitz
-from fedspan.studies.theory.noise import noisy
+from fedspan.studies.theory.convergence.curvature import curvature, lipschitz
+from fedspan.studies.theory.convergence.noise import noisy
 from fedspan.studies.theory.plain_rounds import start_of, trajectory
 from fedspan.studies.theory.problem import Problem, random_logistic, random_quadratic
 from fedspan.studies.theory.ratings import FILE, Ratings, load
-from fedspan.studies.theory.theorem_1 import check
+from fedspan.studies.theory.convergence.theorem_1 import check
 
 
 @pytest.mark.parametrize("problem", [random_quadratic(), random_logistic()], ids=["quadratic", "logistic"])
