@@ -200,12 +200,13 @@ def _widths_outcome(plan: Plan, found: dict[int, list[Curves]]) -> Outcome:
         [str(h), cell(c, "same", 0), cell(c, "same", -1), cell(c, "control", -1), cell(c, "few", -1)]
         for h, c in found.items()
     ]
-    always = [h for h, c in found.items() if _larger(c, "same", [0])[0] + _larger(c, "same", [-1])[0] == 2 * len(c)]
+    every = {k: [str(h) for h, c in found.items() if _larger(c, "same", [k])[0] == len(c)] for k in (0, -1)}
     says = (
         f"Each cell: the mean stable rank of {plan.few} and of {plan.many} samples, and in how many seeds the former is"
         f" larger ({plan.seeds} seeds from {plan.first_seed}, {plan.epochs} epochs). At the same weights, which is what"
-        f" Theorem 3.2 states, few samples have the larger stable rank in every seed, at the start and trained, with"
-        f" {', '.join(map(str, always)) or 'none of these'} hidden units."
+        f" Theorem 3.2 states, few samples have the larger stable rank in every seed with"
+        f" {', '.join(every[0]) or 'none of these'} hidden units at the start, and with"
+        f" {', '.join(every[-1]) or 'none of these'} after training."
     )
     numbers = {"plan": _plan_of(plan), "widths": {str(h): _readings(c) for h, c in found.items()}}
     return Outcome(titles, rows, says, numbers, partial(_draw_widths, plan, found))
