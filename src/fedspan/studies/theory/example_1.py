@@ -69,9 +69,9 @@ def run(
     says = (
         f"Groups that disagree on the sign leave FedAvg at {percent['fedavg']} (chance: 50 %); pFL-MF of rank 1 reaches"
         f" {percent['pfl-mf, r = 1']} where two separate models reach {percent['oracle']}, without being told the"
-        f" groups: the sign of v is that of the group for {right} of {clients * len(seeds)} clients."
-        f" Algorithm 1 to the letter reaches {percent['Algorithm 1, K = 1']} with K = 1 and {percent['Algorithm 1, K = 5']} with K = 5"
-        f" (means of {len(seeds)} seeds)."
+        f" groups: the sign of v is that of the group for {right} of {clients * len(seeds)} clients. Algorithm 1 to the"
+        f" letter reaches {percent['Algorithm 1, K = 1']} with K = 1, {percent['Algorithm 1, K = 5']} with K = 5 (means"
+        f" of {len(seeds)} seeds)."
     )
     numbers = {
         "clients": clients, "dimension": dimension, "train": train, "test": test, "rounds": rounds,
