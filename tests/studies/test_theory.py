@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +111,7 @@ def test_the_corrected_bound_holds_on_random_problems_and_the_printed_one_does_n
     assert (found.corrected >= 1).all() and (found.sharpened >= 1).all()
     assert (found.printed < 1).any(1).sum() >= 5
     assert (one_round(problems, found.L) >= 0).all()
-    # Without the p² of the V-part the inequality of one round fails: the check can fail.
-    assert (one_round(replace(problems, p=problems.p.clamp_max(0.2)), found.L / 8) < 0).any()
+    assert (one_round(problems, found.L / 8) < 0).any()  # with an L that is too small the inequality does fail
 
 
 def test_a_step_of_many_problems_is_a_step_of_the_method() -> None:
@@ -167,7 +165,7 @@ def test_example_1_rank_one_tells_the_signs_apart() -> None:
 
 
 def test_example_2_rank_k_finds_the_clusters() -> None:
-    n = example_2.run(k=2, clients=6, dimension=8, train=40, test=100, rounds=5).numbers
+    n = example_2.run(k=2, clients=6, dimension=8, train=40, test=100, rounds=5, seed=0).numbers
     assert n["adjusted_rand_index"]["2"] == 1.0
     a = n["accuracy"]
     assert a["pfl-mf, r = 2"] > max(a["pfl-mf, r = 1"], a["fedavg"], a["local"])
