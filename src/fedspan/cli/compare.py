@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,12 +14,14 @@ from fedspan.cli.console import Picture, child, directory, listed, note, say, sh
 from fedspan.cli.report import finished_runs
 from fedspan.cli.run import Fresh, Out, Quiet, say_dropped
 from fedspan.cli.sweep import folder
+from fedspan.cli.tune import Processes
 from fedspan.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fedspan.config import RunConfig
+    from fedspan.report.measures import Measure
     from fedspan.report.runs import Run
 
 
@@ -36,9 +39,17 @@ Aim = Annotated[
     typer.Option("--target", help="Runs: the accuracy (0 to 1) or error to reach; default near the best."),
 ]
 Against = Annotated[str, typer.Option("--against", help="Runs: compare client by client with this row; default best.")]
+Leading = Annotated[
+    str | None, typer.Option("--measure", help="Runs: the measure that leads; default: all, the file's first first.")
+]
 Pictures = Annotated[
     list[Picture] | None, typer.Option("--format", help="Runs: figures in --out; default pdf and png.")
 ]
+Tune = Annotated[
+    int | None,
+    typer.Option("--tune", help="Trials for every method, on development seeds.", min=1, max=1000, show_default=False),
+]
+TuneSeeds = Annotated[int, typer.Option("--tune-seeds", help="Development seeds each trial runs on.", min=1, max=10)]
 
 
 def compare(
@@ -50,36 +61,96 @@ def compare(
     against: Against = "",
     out: Out = None,
     kinds: Pictures = None,
+    measure: Leading = None,
     fresh: Fresh = False,
     quiet: Quiet = False,
+    tune: Tune = None,
+    tune_seeds: TuneSeeds = 1,
+    workers: Processes = 1,
 ) -> None:
     """Run several methods on the same data, or compare finished runs.
 
-    Of an experiment file: one directory per method and seed; finished ones are not repeated. Of run directories: tables
-    and tests; --out FOLDER writes them as Markdown, CSV and LaTeX with figures.
+    Of an experiment file: one directory per method and seed; finished ones are not repeated. With --tune every method
+    first gets the same trials on development seeds, to choose lr, or what spaces name (method.rank=int:1:8). Of run
+    directories: tables and tests; --out FOLDER writes them as Markdown, CSV and LaTeX with figures.
     """
     if exp.is_dir():
-        if methods or seeds != 1 or fresh:
-            raise ConfigError("compare: --methods, --seeds and --fresh go with an experiment file. Got finished runs.")
-        compare_runs([exp, *map(Path, overrides or [])], target, against or None, out, kinds)
+        if methods or seeds != 1 or fresh or tune:
+            raise ConfigError(
+                "compare: --methods, --seeds, --tune and --fresh go with an experiment file. Got finished runs."
+            )
+        compare_runs([exp, *map(Path, overrides or [])], target, against or None, out, kinds, measure)
         return
-    if target is not None or against or kinds:
-        raise ConfigError("compare: --target, --against and --format go with finished runs. Got an experiment file.")
+    if target is not None or against or kinds or measure:
+        raise ConfigError(
+            "compare: --target, --against, --measure and --format go with finished runs. Got an experiment file."
+        )
     from fedspan.cli.running import run_all
     from fedspan.config import load_config
+    from fedspan.studies.tuning import split_spaces
 
-    config = load_config(exp, overrides or [])
-    names = listed(methods) or list(config.methods)
-    if not names:
-        raise ConfigError("compare: name methods with --methods a,b,c, or give the file [methods.NAME] sections.")
+    texts = list(overrides or [])
+    if tune is not None:
+        compare_tuned(exp, texts, listed(methods), seeds, out, tune, tune_seeds, workers, fresh, quiet)
+        return
+    if split_spaces(texts)[0]:
+        raise ConfigError("compare: spaces such as method.lr=log:1e-3:1 go with --tune N. Got no --tune.")
+    config = load_config(exp, texts)
+    names = methods_of(config, listed(methods))
     where = directory(out, config.name)
     jobs = plan(config, names, seeds, where)
     run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet)
 
 
+def methods_of(config: RunConfig, typed: list[str]) -> list[str]:
+    """The methods to compare: those that were typed, else those of the file."""
+    names = typed or list(config.methods)
+    if not names:
+        raise ConfigError("compare: name methods with --methods a,b,c, or give the file [methods.NAME] sections.")
+    return list(dict.fromkeys(names))
+
+
+def compare_tuned(
+    exp: Path,
+    texts: list[str],
+    typed: list[str],
+    seeds: int,
+    out: Path | None,
+    trials: int,
+    tune_seeds: int,
+    workers: int,
+    fresh: bool,
+    quiet: bool,
+) -> None:
+    """Tune every method with the same budget on development seeds, then run it on the reported ones."""
+    from fedspan.cli.running import run_all
+    from fedspan.cli.tune import tune_methods
+    from fedspan.config import load_config
+    from fedspan.report.given import NOTE, TITLES
+    from fedspan.studies.tuning import reported_seeds, split_spaces
+
+    config = load_config(exp, split_spaces(texts)[1])
+    reported = reported_seeds(config.seed, seeds)
+    names = methods_of(config, typed)
+    where = directory(out, config.name)
+    for name in names:
+        say_dropped(name, config.fields_of(name, names)[1])
+    tuned = tune_methods(exp, texts, names, trials=trials, seeds=tune_seeds, workers=workers, where=where, quiet=quiet)
+    called = labels(names)
+    show(table(TITLES, [[called[name], *told.cells()] for name, (_, told) in tuned.items()], right=[2, 7, 8]))
+    say(NOTE)
+    told_of = {f"{called[name]}-{seed}": told for seed in reported for name, (_, told) in tuned.items()}
+    jobs = [
+        (f"{called[name]}-{seed}", replace(best, seed=seed), child(where, f"{called[name]}-{seed}"))
+        for seed in reported
+        for name, (best, _) in tuned.items()
+    ]
+    keep = lambda label, place: told_of[label].write(place)
+    run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet, after=keep)
+
+
 def plan(config: RunConfig, names: list[str], seeds: int, where: Path) -> list[tuple[str, RunConfig, Path]]:
     """The runs of a comparison, all of them checked before the first one starts."""
-    names = list(dict.fromkeys(names))
     for name in names:
         say_dropped(name, config.fields_of(name, names)[1])
     called = labels(names)
@@ -97,22 +168,41 @@ def labels(names: list[str]) -> dict[str, str]:
 
 
 def compare_runs(
-    paths: list[Path], target: float | None, against: str | None, out: Path | None, kinds: list[Picture] | None
+    paths: list[Path],
+    target: float | None,
+    against: str | None,
+    out: Path | None,
+    kinds: list[Picture] | None,
+    named: str | None = None,
 ) -> None:
     """Finished runs as a table, with what it took to reach a target, and client by client against one of them."""
     from fedspan import report
-    from fedspan.report import paired
+    from fedspan.report import paired, side_by_side
+    from fedspan.report.measures import measure_of, measures_of
+    from fedspan.report.runs import group
     from fedspan.report.tables import usual_target
 
     runs = finished_runs(paths)
+    measure = measure_of(runs, named)
     if target is None:
-        target = usual_target(report.summary_rows(runs))
-    rows = report.summary_rows(runs, target)
-    found = paired.pairs(runs, against)
+        target = usual_target(report.summary_rows(runs, measure=measure))
+    rows = report.summary_rows(runs, target, measure)
     show(report.to_rich(rows))
-    if found:
-        made = paired.grid(found)
+    judged = [measure] if named else measures_of(runs)
+    for each in judged:
+        if ways := side_by_side.protocol_rows(runs, each):
+            say(f"{each.title}, as other protocols of evaluation report it:")
+            made = side_by_side.grid(ways, each)
+            show(table(made.titles, [[c.text for c in row] for row in made.rows], right=range(3, len(made.titles))))
+    for sentence in side_by_side.left_out(group(runs)):
+        note(sentence)
+    found = {each: some for each in judged if (some := paired.pairs(runs, against, each))}
+    for each, some in found.items():
+        if len(judged) > 1:
+            say(f"Client by client, {each.words}:")
+        made = paired.grid(some)
         show(table(made.titles, [[c.text for c in row] for row in made.rows], right=range(1, len(made.titles))))
+    if found:
         say(paired.NOTE)
     else:
         note("Nothing to compare client by client: no two rows have the same clients and seeds.")
@@ -121,12 +211,15 @@ def compare_runs(
     user_path(out, "--out")
     out.mkdir(parents=True, exist_ok=True)
     texts = {"table.md": report.to_markdown(rows), "table.csv": report.to_csv(rows), "table.tex": report.to_latex(rows)}
-    if found:
-        texts |= {"paired.md": paired.to_markdown(found), "paired.csv": paired.to_csv(found)}
-        texts |= {"paired.tex": paired.to_latex(found)}
+    if ways_told := side_by_side.to_markdown(runs):
+        texts |= {"protocols.md": ways_told, "protocols.csv": side_by_side.to_csv(runs)}
+    for each, some in found.items():
+        name = "paired" if each == judged[0] else f"paired-{each.name}"
+        texts |= {f"{name}.md": paired.to_markdown(some), f"{name}.csv": paired.to_csv(some)}
+        texts |= {f"{name}.tex": paired.to_latex(some)}
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8", newline="\n")
-    pictures = _figures(runs, against, bool(found))
+    pictures = _figures(runs, against, list(found), judged)
     written = [*texts]
     for name, draw in pictures.items():
         for kind in kinds or [Picture.pdf, Picture.png]:
@@ -134,14 +227,24 @@ def compare_runs(
     say(f"Written to {out}: {', '.join(written)}")
 
 
-def _figures(runs: list[Run], against: str | None, differ: bool) -> dict[str, Callable[[], Figure]]:
+def _figures(
+    runs: list[Run], against: str | None, differ: list[Measure], judged: list[Measure]
+) -> dict[str, Callable[[], Figure]]:
+    """Figures by the first measure, and those of clients and rounds by the others."""
     from fedspan.report import figures, paired
 
+    first = judged[0]
     found: dict[str, Callable[[], Figure]] = {
-        "over-rounds": partial(figures.curves_figure, runs, "round"),
-        "over-bytes": partial(figures.curves_figure, runs, "bytes"),
-        "over-time": partial(figures.curves_figure, runs, "seconds"),
-        "clients": partial(figures.clients_figure, runs),
+        "over-rounds": partial(figures.curves_figure, runs, "round", first),
+        "over-bytes": partial(figures.curves_figure, runs, "bytes", first),
+        "over-time": partial(figures.curves_figure, runs, "seconds", first),
+        "clients": partial(figures.clients_figure, runs, first),
         "bytes": partial(figures.bytes_figure, runs),
     }
-    return found | ({"differences": partial(paired.differences_figure, runs, against)} if differ else {})
+    for measure in judged[1:]:
+        found[f"over-rounds-{measure.name}"] = partial(figures.curves_figure, runs, "round", measure)
+        found[f"clients-{measure.name}"] = partial(figures.clients_figure, runs, measure)
+    for measure in differ:
+        end = "" if measure == first else f"-{measure.name}"
+        found[f"differences{end}"] = partial(paired.differences_figure, runs, against, measure)
+    return found

@@ -81,6 +81,17 @@ class Ranked(Converts, Lifts):
         return None
 
 
+class Judged:
+    """Uploads are compared with something else than the parts of the download that have their names."""
+
+    def unchanged(self, sent: Sent, down: Tree) -> Tree:
+        """What the upload of a client would be that changes nothing, by the upload's names.
+
+        A defence judges the difference. What is missing here, or of another shape, is judged as it is: gradients, sums.
+        """
+        return down
+
+
 class Coded:
     """Parts of the payload are written on the wire in another form."""
 
@@ -107,6 +118,21 @@ class Adapts:
         put what the client made of it there.
         """
         return down
+
+    def personal_trained(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree | None:
+        """The weights of a client right after local training, where `down` is what `trained` returned.
+
+        None: what `personal` makes of it. For methods whose `personal` would change a model that is trained already.
+        """
+        return None
+
+    def prediction_rule(self) -> str | None:
+        """The rule by which it predicts, `head` or `prototype`; None for methods that have one only."""
+        return None
+
+    def predicting_by(self, rule: str) -> Self:
+        """The same method predicting by another of its rules."""
+        raise TypeError(f"{type(self).__name__}: predicting_by must be defined where there are several rules.")
 
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         """Outputs for inputs `x` from what `personal` returned."""
@@ -192,7 +218,7 @@ def norm_of_state(server: Tree) -> float:
     return math.sqrt(float(tree.squared_norm({k: part for k, part in server.items() if k != "optimizer"})))
 
 
-class _Without(Announces, Ranked, Coded, Adapts, Observed, Cautions):
+class _Without(Announces, Ranked, Judged, Coded, Adapts, Observed, Cautions):
     """What a method does that has none of them."""
 
 
@@ -207,6 +233,7 @@ class Abilities:
         self.announces: Announces = method if isinstance(method, Announces) else _WITHOUT
         self.converts: Converts = method if isinstance(method, Converts) else _WITHOUT
         self.ranked: Ranked = method if isinstance(method, Ranked) else _WITHOUT
+        self.judged: Judged = method if isinstance(method, Judged) else _WITHOUT
         self.coded: Coded = method if isinstance(method, Coded) else _WITHOUT
         self.adapts: Adapts = method if isinstance(method, Adapts) else _WITHOUT
         self.observed: Observed = method if isinstance(method, Observed) else _WITHOUT

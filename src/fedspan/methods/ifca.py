@@ -14,13 +14,13 @@ from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.batches import All, Amount, Batches, Epochs
 from fedspan.learn.sgd import mean_gradient
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, Discloses, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Discloses, Down, Federation, Judged, Round, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ifca(Sharing):
+class Ifca(Sharing, Judged):
     """IFCA. Ghosh et al., NeurIPS 2020, Algorithm 1.
 
     Symbols: theta = the models θ_j stacked over `clusters` k, s = the one-hot vector of the model a client chose.
@@ -76,6 +76,10 @@ class Ifca(Sharing):
         theta, h = self.split(task, new)
         return {"h": h}, Sent(weight=self.weigh(visit), each={"theta": theta, "s": s})
 
+    def unchanged(self, sent: Sent, down: Tree) -> Tree:
+        """Return the model of the cluster that the client chose."""
+        return {"theta": tree.take(down["theta"], sent.each["s"].to(torch.int64).argmax())}
+
     def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
         # Whichever model it chooses then is the one it made.
         return {"theta": tree.map(lambda old, new: new.expand_as(old), down["theta"], sent.each["theta"])}
@@ -87,7 +91,7 @@ class Ifca(Sharing):
         with torch.no_grad():
             for j in range(self.clusters):
                 output = task.predict(tree.take(down["theta"], j) | client["h"], batch.x)
-                losses.append(batch.mean(task.example_loss(output, batch.y)))
+                losses.append(task.mean_loss(output, batch))
         F = torch.stack(losses)
         best = F.argmin()  # ĵ = argmin_j F_i(θ_j); the first of equals
         theta: Params = tree.map(lambda a: a.index_select(0, best[None])[0], down["theta"])

@@ -36,8 +36,8 @@ class Oracle(Sharing):
     def init_server(self, task: Task, federation: Federation) -> Tree:
         if federation.groups is None:
             raise ConfigError(
-                "Oracle: the partition must know the groups of its clients. Got none; use permuted-groups, label-groups"
-                " or domains, or choose another method."
+                "Oracle: the partition must know the groups of its clients. Got none; use permuted-groups,"
+                " shifted-groups, label-groups or domains, or choose another method."
             )
         groups = int(federation.groups.max()) + 1
         theta = super().init_server(task, federation)["theta"]

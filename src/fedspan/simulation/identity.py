@@ -15,8 +15,9 @@ from typing import Any
 
 from fedspan.simulation.settings import Settings
 
-FREE_SECTIONS = frozenset({"name", "rounds"})
-"""Of a configuration: what a run is called, and how many rounds it shall have; more rounds go on with the same run."""
+FREE_SECTIONS = frozenset({"name", "rounds", "evaluate"})
+"""Of a configuration: what a run is called, how many rounds it shall have (more rounds go on with the same run), and
+what is measured besides."""
 
 FREE_SETTINGS = frozenset(
     {"evaluate_after", "workers", "start_method", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
@@ -37,7 +38,13 @@ def of_settings(settings: Settings) -> dict[str, Any]:
 
 def of_config(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The sections of a configuration that can change the numbers of a round."""
-    return {**{k: v for k, v in config.items() if k not in FREE_SECTIONS}, "train": of_settings(settings)}
+    kept = {k: v for k, v in config.items() if k not in FREE_SECTIONS and not _says_nothing(k, v)}
+    return {**kept, "train": of_settings(settings)}
+
+
+def _says_nothing(section: str, values: Any) -> bool:
+    """Whether a section is one without which the numbers are the same: a defence that is off."""
+    return section == "defence" and (not values or values["rule"] == "none")
 
 
 def of_run(

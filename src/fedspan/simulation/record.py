@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,20 @@ import torch
 
 from fedspan import tree
 from fedspan.data.digest import data_digest
+from fedspan.errors import FedspanError
 from fedspan.method import Capacity, Federation
 from fedspan.method.fields import flat
 from fedspan.method.promises import need_tensors
 from fedspan.methods import name_of
 from fedspan.simulation import identity
+from fedspan.simulation.defence import Defence, Values
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.environment import Span, credit, differences_on_resume, versions
 from fedspan.simulation.settings import Settings
+from fedspan.storage import client_history
 from fedspan.storage.atomic import fsync_directory, writing
 from fedspan.storage.checkpoint import Loaded, RunDirectory
+from fedspan.storage.client_history import ClientHistory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.format_number import FORMAT, check_format
 from fedspan.tree import Tree
@@ -43,7 +47,9 @@ class Progress:
     last_norm: float = 0.0
     notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
     spans: list[Span] = field(default_factory=list)  # which rounds were computed with which versions
+    usual: list[Values] = field(default_factory=list)  # recent norms and weights, for the defence
     deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
+    own: dict[str, Any] = field(default_factory=dict)  # measures of the models clients had after their last training
 
     @property
     def totals(self) -> dict[str, int]:
@@ -57,6 +63,7 @@ class Record:
     Args:
         config: the configuration as it is kept with the results, with what else decides the numbers.
         clients: whether the clients' private states are here too; in a deployment they never are.
+        defence: how uploads are judged; not at all if not given.
 
     Attributes:
         levels: of every client the capacities it may have in some round, what it can afford first.
@@ -75,7 +82,9 @@ class Record:
         fresh: bool,
         read_only: bool = False,
         clients: bool = True,
+        defence: Defence | None = None,
     ) -> None:
+        self.defence = defence or Defence()
         self.news: dict[str, Tree] = {}
         self.settings, self.out, self.federation, self.read_only = settings, out, federation, read_only
         self._level = engine.able.ranked.level
@@ -86,6 +95,7 @@ class Record:
         self.messages: list[str] = []
         self._versions = versions()
         self.lines: list[dict[str, Any]] = []
+        self.history = ClientHistory(federation.clients) if engine.judging.asked else None
         self.directory: RunDirectory | None = None
         loaded = None
         if out is not None:
@@ -97,6 +107,7 @@ class Record:
                 mapping=engine.mapping,
                 data=data_digest(engine.data),
                 model={"fingerprint": engine.task.fingerprint()},
+                **({"defence": asdict(self.defence)} if self.defence.on else {}),
             )
             self.directory = RunDirectory(out / "checkpoints", decides, read_only=read_only)
             try:
@@ -131,6 +142,7 @@ class Record:
                 with writing(out / "metrics.jsonl"):
                     (out / "metrics.jsonl").write_text("", encoding="utf-8")
                     (out / "result.json").unlink(missing_ok=True)
+                    (out / client_history.NAME).unlink(missing_ok=True)
                     fsync_directory(out)
         else:
             for c, rows in zip(self.stores, loaded.rows):
@@ -140,6 +152,7 @@ class Record:
             e = {**loaded.extra, "bytes": Ledger.from_json(loaded.extra["bytes"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)
+            self._load_history()
             self._compare_versions()
 
     @property
@@ -162,7 +175,11 @@ class Record:
         length = self._append_metrics(sync=due)
         if not due:
             return
+        if self.history is not None:
+            self.history.save(self.out)
         p = {**vars(self.progress), "bytes": self.progress.bytes.to_json()}
+        if not p["own"]:
+            del p["own"]
         done = p.pop("round")
         state = {"server": self.server, "common": self.common, **({"news": self.news} if self.news else {})}
         self.directory.save(done, state, list(self.stores.values()), p, length)
@@ -181,6 +198,15 @@ class Record:
             length = f.tell()
         self._written = len(self.lines)
         return length
+
+    def _load_history(self) -> None:
+        """Find the values of single clients again; without them the run goes on, and says so."""
+        if self.history is None or self.out is None:
+            return
+        try:
+            self.history.load(self.out, self.progress.round)
+        except FedspanError as e:
+            self.messages.append(str(e))
 
     def _compare_versions(self) -> None:
         """Say it if the rounds to come are computed with other versions than the last ones."""

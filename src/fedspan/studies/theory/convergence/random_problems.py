@@ -86,7 +86,7 @@ def drawn(count: int, first: int = 200) -> Quadratics:
 
 
 @dataclass(frozen=True)
-class Step:
+class RoundOfAll:
     """One round of B problems on M paths: the new state, and what the theorem speaks of at the old one [B, M]."""
 
     U: Tensor
@@ -99,7 +99,7 @@ class Step:
     smooth: Tensor  # L that satisfies Assumption 1 on all segments of this round
 
 
-def step(problems: Quadratics, U: Tensor, V: Tensor, took: Tensor, eta: Tensor) -> Step:
+def step(problems: Quadratics, U: Tensor, V: Tensor, took: Tensor, eta: Tensor) -> RoundOfAll:
     """Algorithm 1 with K steps on v, η_v = p η/K: eqs. (8) and (9), for clients `took` [B, M, n]."""
     n = problems.n[:, None].double()
     present, D = problems.present[:, None], took[..., None].double()
@@ -129,7 +129,7 @@ def step(problems: Quadratics, U: Tensor, V: Tensor, took: Tensor, eta: Tensor) 
         widest = {"v": widest["v"].maximum(trained.norm(dim=-1)), "left": widest["left"].maximum(corners)}
     new_V = torch.where(took[..., None], trained, V)
     smooth = _smoothness(problems, torch.maximum(U.norm(dim=(-1, -2)), new_U.norm(dim=(-1, -2))), present, **widest)
-    return Step(new_U, new_V, problems.psi(left), mean_G.square().sum((-1, -2)), grad_V, printed, square, smooth)
+    return RoundOfAll(new_U, new_V, problems.psi(left), mean_G.square().sum((-1, -2)), grad_V, printed, square, smooth)
 
 
 def _smoothness(problems: Quadratics, U: Tensor, present: Tensor, *, v: Tensor, left: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def _spread(problems: Quadratics, paths: int) -> tuple[Tensor, Tensor]:
 
 
 def _follow(problems: Quadratics, took: Tensor, eta: Tensor) -> dict[str, Tensor]:
-    """All rounds: the fields of `Step` that are numbers, each [T, B, M], and ψ at the end."""
+    """All rounds: the fields of `RoundOfAll` that are numbers, each [T, B, M], and ψ at the end."""
     U, V = _spread(problems, took.shape[2])
     names = ("psi", "grad_U", "grad_V", "grad_V_printed", "scatter", "smooth")
     seen: dict[str, list[Tensor]] = {k: [] for k in names}
