@@ -1,0 +1,167 @@
+"""Runs a method of fedspan and its page on one small ragged federation, and compares what they end with.
+
+This is the one module here that may import fedspan; pages import torch and numpy alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from plain import PAGES, Problem
+from torch import Tensor
+
+from conftest import make_data, make_task
+from fedspan import tree
+from fedspan.layers import plain_weights
+from fedspan.learn.batches import Amount, Epochs, Portion, draw
+from fedspan.method.fields import build, flat
+from fedspan.methods import METHODS
+from fedspan.randomness import fold, uniform
+from fedspan.simulation.settings import Settings, sample
+from fedspan.simulation.simulator import Simulation
+
+SEED, ROUNDS, SIZE, EPOCHS, CLIENTS, PASSES = 11, 3, 8, 2, 5, 10
+TOLERANCE = 1e-10
+"""The largest difference allowed between a page's numbers and fedspan's, relative to max(1, largest number)."""
+
+for _page in sorted((Path(__file__).parent / "pages").glob("*.py")):
+    importlib.import_module(f"pages.{_page.stem}")
+
+
+def simulation(name: str, fields: dict[str, Any]) -> Simulation:
+    """The run of fedspan, before its first round."""
+    settings = Settings(
+        participation=0.6, batch_size=SIZE, epochs=EPOCHS, workers=1, dtype="float64", evaluate_every=100
+    )
+    method = build(METHODS[name], fields, name)
+    return Simulation(method, *world(), rounds=ROUNDS, seed=SEED, settings=settings)
+
+
+@cache
+def world() -> tuple[Any, Any]:
+    """A perceptron of 5-7-6-3 and five clients of very different sizes, in two groups that name classes differently."""
+    return make_task(), make_data(clients=CLIENTS, seed=3)
+
+
+def drawn_rows(sim: Simulation, client: int, t: int, amount: Amount) -> list[Tensor]:
+    """Minibatches of a client in round t, as fedspan draws them."""
+    rows = draw(
+        sim.data.train[client],
+        sim.data.validation[client],
+        {"s": amount},
+        seed=SEED,
+        round=t,
+        client=client,
+        batch_size=SIZE,
+        epochs=EPOCHS,
+    )["s"]
+    return [torch.from_numpy(row[row >= 0]) for row in rows]
+
+
+def passes(sim: Simulation, client: int, t: int) -> list[list[Tensor]]:
+    """PASSES shuffled passes over a client's examples in round t."""
+    n, cut = len(sim.data.train[client]), drawn_rows(sim, client, t, Epochs(PASSES))
+    one = -(-n // min(SIZE, n))
+    return [cut[k : k + one] for k in range(0, len(cut), one)]
+
+
+def problem(name: str, sim: Simulation) -> Problem:
+    """The run as plain tensors."""
+    data, record, task = sim.data, sim.record, world()[0]
+    ids, times = range(data.clients), range(1, ROUNDS + 1)
+    return Problem(
+        x=data.x.clone(),
+        y=data.y.clone(),
+        classes=3,
+        train=[torch.from_numpy(rows) for rows in data.train],
+        groups=data.groups.clone(),
+        start={k: v.clone() for k, v in task.init().items()},
+        rounds=ROUNDS,
+        epochs=EPOCHS,
+        asked={t: sample(data.clients, Settings(participation=0.6), SEED, t) for t in times},
+        passes={(t, i): passes(sim, i, t) for t in times for i in ids},
+        server=copied(record.server),
+        clients=[copied(record.row(i)) for i in ids],
+        common=copied(record.common),
+        drawn=DRAWS.get(name, lambda sim: {})(sim),
+    )
+
+
+def copied(part: Any) -> dict[str, Tensor]:
+    """A state by path, in memory of its own."""
+    return {path: v.detach().clone() for path, v in tree.flatten(part).items()}
+
+
+def found(sim: Simulation) -> dict[str, Tensor]:
+    """What a run ended with: the server's state, the clients' states and models, by path."""
+    result = {f"server/{k}": v for k, v in copied(sim.record.server).items()}
+    result |= {f"common/{k}": v for k, v in copied(sim.record.common).items()}
+    for i in range(sim.data.clients):
+        result |= {f"client {i}/{k}": v for k, v in copied(sim.record.row(i)).items()}
+        task, weights = sim.personal(i)
+        if set(tree.flatten(weights)) >= set(task.init()):
+            result |= {f"model {i}/{k}": v for k, v in copied(plain_weights(task.module, weights)).items()}
+        result[f"outputs {i}"] = sim.engine.able.adapts.predict(task, weights, sim.data.x).detach()
+    return result
+
+
+def differences(name: str, fields: dict[str, Any]) -> dict[str, float]:
+    """How far page and method are apart, by path; a number that only one of them has is a failure."""
+    sim = simulation(name, fields)
+    given = problem(name, sim)
+    page = PAGES[name]
+    sim.run()
+    ours, theirs = found(sim), page.run(given, flat(sim.engine.method))
+    missing = [path for path in theirs if path not in ours]
+    assert not missing, f"{name}: fedspan has no {', '.join(missing)}; it has {', '.join(ours)}"
+    for i in range(CLIENTS):
+        assert any(path.startswith((f"model {i}/", f"outputs {i}")) for path in theirs), f"{name}: no model {i}"
+    assert moved(given, theirs), f"{name}: nothing was trained"
+    return {path: gap(ours[path], theirs[path]) for path in theirs}
+
+
+def moved(given: Problem, theirs: dict[str, Tensor]) -> bool:
+    """Whether training changed anything by more than rounding."""
+    from plain import forward
+
+    start = forward(given.start, given.x)
+    if "outputs 0" in theirs:
+        return any(float((theirs[f"outputs {i}"] - start).abs().max()) > 1e-3 for i in range(CLIENTS))
+    return any(
+        float((v - given.start[path.split("/", 1)[1]]).abs().max()) > 1e-3
+        for path, v in theirs.items()
+        if path.startswith("model ")
+    )
+
+
+def gap(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest number if that is above 1; infinite where a number is none."""
+    assert ours.shape == theirs.shape, f"{tuple(ours.shape)} against {tuple(theirs.shape)}"
+    if not ours.numel():
+        return 0.0
+    far = (ours.double() - theirs.double()).abs().max() / max(1.0, float(theirs.double().abs().max()))
+    return float(far) if bool(far.isfinite()) else float("inf")
+
+
+def portions(sim: Simulation) -> dict[str, Any]:
+    """FedALA's share of a client's examples in every round, cut into minibatches."""
+    share, parts = sim.engine.method.share, {}
+    for t in range(1, ROUNDS + 1):
+        for i in range(sim.data.clients):
+            rows = drawn_rows(sim, i, t, Portion(share))
+            parts[t, i] = rows
+    return {"part": parts}
+
+
+def coins(sim: Simulation) -> dict[str, Any]:
+    """L2GD's coins: one per step of a round, the same for all clients."""
+    k, p = sim.record.common["key"], sim.engine.method.p
+    return {"coin": {t: (uniform(fold(k, t), (99,), torch.float64) < p).tolist() for t in range(1, ROUNDS + 1)}}
+
+
+DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {"fedala": portions, "l2gd": coins}
