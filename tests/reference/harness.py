@@ -21,7 +21,7 @@ from fedspan.layers import plain_weights
 from fedspan.learn.batches import Amount, Epochs, Portion, draw
 from fedspan.method.fields import build, flat
 from fedspan.methods import METHODS
-from fedspan.randomness import fold, uniform
+from fedspan.randomness import fold, key, uniform
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 
@@ -164,4 +164,22 @@ def coins(sim: Simulation) -> dict[str, Any]:
     return {"coin": {t: (uniform(fold(k, t), (99,), torch.float64) < p).tolist() for t in range(1, ROUNDS + 1)}}
 
 
-DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {"fedala": portions, "l2gd": coins}
+def factors(sim: Simulation) -> dict[str, Any]:
+    """FedLoRU's A after each accumulation, and mFedLoRU's inner factors of each visit."""
+    method, server = sim.engine.method, sim.record.server
+    pair, result = {k: server[k] for k in ("A", "B")}, {"A": {}, "inner": {}}
+    for t in range(1, ROUNDS + 1):
+        if method.tau is not None:
+            result["A"][t] = copied(method.restarted(pair, server["last"]["key"], t)["A"])
+        for i in range(sim.data.clients if getattr(method, "nesting", None) and method.nesting.ranks else 0):
+            drawn = method.nesting.draw(pair["A"], pair["B"], sim.capacity[i], key(SEED, "visit", t, i))
+            inner = {f"{n.split('.')[0]}.{kind}": v for kind, part in drawn.items() for n, v in part.items()}
+            result["inner"][t, i] = copied(inner)
+    return result
+
+
+DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {
+    "fedala": portions,
+    "l2gd": coins,
+    **dict.fromkeys(("fedloru", "fedlora", "pfedloru", "mfedloru"), factors),
+}
