@@ -178,8 +178,23 @@ def factors(sim: Simulation) -> dict[str, Any]:
     return result
 
 
+def gumbel(sim: Simulation) -> dict[str, Any]:
+    """PriSM's noise on the triples of every layer, for each visit."""
+    k, result = sim.record.server["key"], {}
+    for t in range(1, ROUNDS + 1):
+        for i in range(sim.data.clients):
+            noise = {}
+            for j, (name, sigma) in enumerate(sim.record.server["sigma"].items()):
+                u = uniform(fold(fold(fold(k, t), i), j), sigma.shape, torch.float64)
+                noise[name.rstrip(".")] = -(-u.log()).log()
+            result[t, i] = noise
+    return {"gumbel": result}
+
+
 DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {
     "fedala": portions,
+    "fedas": lambda sim: {"size": SIZE},
     "l2gd": coins,
+    "prism": gumbel,
     **dict.fromkeys(("fedloru", "fedlora", "pfedloru", "mfedloru"), factors),
 }
