@@ -18,10 +18,10 @@ from torch import Tensor
 from conftest import make_data, make_task
 from fedspan import tree
 from fedspan.layers import plain_weights
-from fedspan.learn.batches import Amount, Epochs, Portion, draw
+from fedspan.learn.batches import Amount, Epochs, Portion, Validation, draw
 from fedspan.method.fields import build, flat
 from fedspan.methods import METHODS
-from fedspan.randomness import fold, key, uniform
+from fedspan.randomness import fold, generator, key, normal, uniform
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 
@@ -48,24 +48,16 @@ def world() -> tuple[Any, Any]:
     return make_task(), make_data(clients=CLIENTS, seed=3)
 
 
-def drawn_rows(sim: Simulation, client: int, t: int, amount: Amount) -> list[Tensor]:
+def drawn_streams(sim: Simulation, client: int, t: int, plan: dict[str, Amount]) -> dict[str, list[Tensor]]:
     """Minibatches of a client in round t, as fedspan draws them."""
-    rows = draw(
-        sim.data.train[client],
-        sim.data.validation[client],
-        {"s": amount},
-        seed=SEED,
-        round=t,
-        client=client,
-        batch_size=SIZE,
-        epochs=EPOCHS,
-    )["s"]
-    return [torch.from_numpy(row[row >= 0]) for row in rows]
+    own, held = sim.data.train[client], sim.data.validation[client]
+    streams = draw(own, held, plan, seed=SEED, round=t, client=client, batch_size=SIZE, epochs=EPOCHS)
+    return {s: [torch.from_numpy(row[row >= 0]) for row in rows] for s, rows in streams.items()}
 
 
 def passes(sim: Simulation, client: int, t: int) -> list[list[Tensor]]:
     """PASSES shuffled passes over a client's examples in round t."""
-    n, cut = len(sim.data.train[client]), drawn_rows(sim, client, t, Epochs(PASSES))
+    n, cut = len(sim.data.train[client]), drawn_streams(sim, client, t, {"s": Epochs(PASSES)})["s"]
     one = -(-n // min(SIZE, n))
     return [cut[k : k + one] for k in range(0, len(cut), one)]
 
@@ -153,8 +145,7 @@ def portions(sim: Simulation) -> dict[str, Any]:
     share, parts = sim.engine.method.share, {}
     for t in range(1, ROUNDS + 1):
         for i in range(sim.data.clients):
-            rows = drawn_rows(sim, i, t, Portion(share))
-            parts[t, i] = rows
+            parts[t, i] = drawn_streams(sim, i, t, {"s": Portion(share)})["s"]
     return {"part": parts}
 
 
@@ -191,9 +182,36 @@ def gumbel(sim: Simulation) -> dict[str, Any]:
     return {"gumbel": result}
 
 
+def held_out(sim: Simulation) -> dict[str, Any]:
+    """FedFOMO's held-out rows, its minibatches of the others, and the numbers by which it explores."""
+    times, ids = range(1, ROUNDS + 1), range(sim.data.clients)
+    share, start, result = sim.engine.method.validation, sim.record.server["key"], {"explore": {}, "train": {}, "held": {}}
+    for t in times:
+        for i in ids:
+            both = drawn_streams(sim, i, t, {"train": Epochs(), "held": Validation(share)})
+            result["train"][t, i], result["held"][i] = both["train"], torch.cat(both["held"])
+            k = fold(fold(start, t), i)
+            result["explore"][t, i] = uniform(fold(k, 0), (len(ids),)), uniform(fold(k, 1), (len(ids),))
+    return result
+
+
+def discriminator(sim: Simulation) -> dict[str, Any]:
+    """FedCollab's common first discriminator, and in which order clients may change their coalition."""
+    k, hidden, wide = sim.record.common["key"], sim.engine.method.distance_hidden, sim.data.x.shape[1]
+    shapes = {"x": (wide, hidden), "y": (3, hidden), "o": (hidden, 1)}
+    start = {n: normal(fold(k, j), s, torch.float64) / s[0] ** 0.5 for j, (n, s) in enumerate(shapes.items())}
+    start |= {"o": start["o"][:, 0], "b": torch.zeros(hidden).double(), "c": torch.zeros(()).double()}
+    first = range(1, sim.engine.method.distance_rounds + 1)
+    known = sorted({i for t in first for i in sample(sim.data.clients, Settings(participation=0.6), SEED, t)})
+    order = [generator(0, "coalitions", sweep).permutation(known).tolist() for sweep in range(20)]
+    return {"discriminator": start, "order": order}
+
+
 DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {
     "fedala": portions,
     "fedas": lambda sim: {"size": SIZE},
+    "fedcollab": discriminator,
+    "fedfomo": held_out,
     "l2gd": coins,
     "prism": gumbel,
     **dict.fromkeys(("fedloru", "fedlora", "pfedloru", "mfedloru"), factors),

@@ -261,7 +261,7 @@ def pfedes(p: Problem, f: Fields) -> Found:
     own, g = [p.start for _ in p.ids], within(p.server, "g")
 
     def turned(g: Weights, x: Tensor) -> Tensor:
-        return (x @ g["0.weight"].T + g["0.bias"]) @ g["1.weight"].T + g["1.bias"]
+        return torch.relu(x @ g["0.weight"].T + g["0.bias"]) @ g["1.weight"].T + g["1.bias"]
 
     for t in p.times:
         sent = []
