@@ -207,12 +207,39 @@ def discriminator(sim: Simulation) -> dict[str, Any]:
     return {"discriminator": start, "order": order}
 
 
+def mask_noise(sim: Simulation) -> dict[str, Any]:
+    """LR-BPFL's normal numbers: a vector for every draw of every minibatch, and those of the models in use."""
+    members, size = sim.engine.method.members, sum(v.numel() for k, v in sim.record.row(0)["q"].items() if k.endswith("_mu"))
+
+    def drawn(k: Tensor, first: int) -> list[Tensor]:
+        return [normal(fold(k, first + s), (size,), torch.float64) for s in range(members)]
+
+    visits = {(t, i): key(SEED, "visit", t, i) for t in range(1, ROUNDS + 1) for i in range(sim.data.clients)}
+    noise = {at: [drawn(fold(k, step), 1) for step in range(3 * EPOCHS)] for at, k in visits.items()}
+    return {"noise": noise, "use": [drawn(visits[ROUNDS, i], 0) for i in range(sim.data.clients)]}
+
+
+def factor_noise(sim: Simulation) -> dict[str, Any]:
+    """WAFFLe's uniform numbers for z and v of every layer and minibatch."""
+    sizes = {k.split(".")[0]: v.shape for k, v in sim.record.row(0)["q"].items() if k.endswith("logit")}
+
+    def drawn(k: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        of = {a: fold(k, 2 * j + 1) for j, a in enumerate(sizes)}
+        z = {a: uniform(of[a], shape, torch.float64) for a, shape in sizes.items()}
+        return z, {a: uniform(fold(of[a], 1), shape, torch.float64) for a, shape in sizes.items()}
+
+    visits = {(t, i): key(SEED, "visit", t, i) for t in range(1, ROUNDS + 1) for i in range(sim.data.clients)}
+    return {"noise": {at: [drawn(fold(k, step)) for step in range(3 * EPOCHS)] for at, k in visits.items()}}
+
+
 DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {
     "fedala": portions,
     "fedas": lambda sim: {"size": SIZE},
     "fedcollab": discriminator,
     "fedfomo": held_out,
     "l2gd": coins,
+    "lr-bpfl": mask_noise,
+    "waffle": factor_noise,
     "prism": gumbel,
     **dict.fromkeys(("fedloru", "fedlora", "pfedloru", "mfedloru"), factors),
 }
