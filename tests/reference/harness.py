@@ -185,7 +185,11 @@ def gumbel(sim: Simulation) -> dict[str, Any]:
 def held_out(sim: Simulation) -> dict[str, Any]:
     """FedFOMO's held-out rows, its minibatches of the others, and the numbers by which it explores."""
     times, ids = range(1, ROUNDS + 1), range(sim.data.clients)
-    share, start, result = sim.engine.method.validation, sim.record.server["key"], {"explore": {}, "train": {}, "held": {}}
+    share, start, result = (
+        sim.engine.method.validation,
+        sim.record.server["key"],
+        {"explore": {}, "train": {}, "held": {}},
+    )
     for t in times:
         for i in ids:
             both = drawn_streams(sim, i, t, {"train": Epochs(), "held": Validation(share)})
@@ -209,7 +213,10 @@ def discriminator(sim: Simulation) -> dict[str, Any]:
 
 def mask_noise(sim: Simulation) -> dict[str, Any]:
     """LR-BPFL's normal numbers: a vector for every draw of every minibatch, and those of the models in use."""
-    members, size = sim.engine.method.members, sum(v.numel() for k, v in sim.record.row(0)["q"].items() if k.endswith("_mu"))
+    members, size = (
+        sim.engine.method.members,
+        sum(v.numel() for k, v in sim.record.row(0)["q"].items() if k.endswith("_mu")),
+    )
 
     def drawn(k: Tensor, first: int) -> list[Tensor]:
         return [normal(fold(k, first + s), (size,), torch.float64) for s in range(members)]

@@ -170,6 +170,15 @@ def square(a: Mapping[str, Tensor], b: Mapping[str, Tensor] | None = None) -> Te
     return sum(((v if b is None else v - b[k]) ** 2).sum() for k, v in a.items())  # type: ignore[return-value]
 
 
+def shortened(w: Tensor, energy: float) -> Tensor:
+    """The fewest singular triples of a matrix that hold this share of Σσ²; itself where they are no shorter."""
+    if w.ndim < 2:
+        return w
+    left, s, right = torch.linalg.svd(w, full_matrices=False)
+    rank = int(((s**2).cumsum(0) / (s**2).sum() < energy - 1e-12).sum()) + 1
+    return w if rank * (sum(w.shape) + 1) >= w.numel() else left[:, :rank] * s[:rank] @ right[:rank]
+
+
 # ------------------------------------------------------------------------------------------------ paths
 
 

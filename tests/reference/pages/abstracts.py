@@ -74,7 +74,7 @@ def amht_lrs(p: Problem, f: Fields) -> Found:
                 b[i] = c * keep * (c.abs() > f["threshold"] * f["shrink"] ** j)
             w[i] = solved(i)
             fixed = head(big_u @ w[i] + b[i])
-            bodies.append(fit(f, lambda q, batch: loss(q | fixed, batch), body, p.batches(t, i)))  # noqa: B023
+            bodies.append(fit(f, lambda q, batch: loss(q | fixed, batch), body, p.batches(t, i)))
             slopes.append(torch.outer(slope(big_u @ w[i] + b[i], z, y), w[i]))
             grams.append(torch.kron(torch.outer(w[i], w[i]), gram))
         shares = weigh(p, f, p.asked[t])
@@ -141,13 +141,13 @@ def lr_bpfl(p: Problem, f: Fields) -> Found:
             for k, b in enumerate(p.batches(t, i, f["personal_epochs"])):
                 own[i] = fit(
                     f,
-                    lambda q, b: nll(start, q, b, noise[k]) + f["temperature"] * divergence(q) / n,  # noqa: B023
+                    lambda q, b: nll(start, q, b, noise[k]) + f["temperature"] * divergence(q) / n,
                     own[i],
                     [b],
                     f["lr_personal"],
                 )
             for k, b in enumerate(p.batches(t, i, f["global_epochs"])):
-                start = fit(f, lambda w, b: nll(w, own[i], b, noise[k]), start, [b])  # noqa: B023
+                start = fit(f, lambda w, b: nll(w, own[i], b, noise[k]), start, [b])
             sent.append(start)
         theta = mean(sent, weigh(p, f, p.asked[t]))
     outputs = {f"outputs {i}": averaged(theta, own[i], p.x, p.drawn["use"][i]) for i in p.ids}
@@ -156,7 +156,7 @@ def lr_bpfl(p: Problem, f: Fields) -> Found:
 
 @reference(
     "waffle",
-    "Hao et al. 2022: abstract (Indian buffet process, dictionaries of rank-one factors); Kumaraswamy as Nalisnick and Smyth 2017",
+    "Hao et al. 2022: abstract; divergence of Kumaraswamy from Beta as Nalisnick and Smyth 2017",
     {},
     {"factors": 4, "alpha": 3.0, "tau": 0.8, "temperature": 0.5},
 )
@@ -165,7 +165,9 @@ def waffle(p: Problem, f: Fields) -> Found:
 
     def made(theta: Weights, z: dict[str, Tensor]) -> Weights:
         out = {k: v for k, v in theta.items() if k.endswith("bias") or k == "4.weight"}
-        return out | {f"{a}.weight": theta[f"{a}.Wa"] @ torch.diag(theta[f"{a}.r"] * z[a]) @ theta[f"{a}.Wb"] for a in low}
+        return out | {
+            f"{a}.weight": theta[f"{a}.Wa"] @ torch.diag(theta[f"{a}.r"] * z[a]) @ theta[f"{a}.Wb"] for a in low
+        }
 
     def divergence(q: Weights, a: str, u: Tensor) -> Tensor:
         logit, c, d = q[f"{a}.logit"], q[f"{a}.log_c"].exp(), q[f"{a}.log_d"].exp()

@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import torch
-from plain import LAYERS, Batch, Fields, Found, Problem, Weights, fit, loss, mean, models, only, reference, weigh, within
+from plain import (
+    LAYERS,
+    Batch,
+    Fields,
+    Found,
+    Problem,
+    Weights,
+    fit,
+    loss,
+    mean,
+    models,
+    only,
+    reference,
+    weigh,
+    within,
+)
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
@@ -73,7 +88,9 @@ def _matched(p: Problem, f: Fields, kinds: tuple[str, ...]) -> Found:
     return models([_plain(own[i] | received(i)) for i in p.ids])
 
 
-@reference("factorized-fl-alpha", SECTION, {}, {"tau": 0.5, "m_min": 1, "epsilon": 5.0, "lam": 0.02, "mu_start": "dense"})
+@reference(
+    "factorized-fl-alpha", SECTION, {}, {"tau": 0.997, "m_min": 1, "epsilon": 5.0, "lam": 0.02, "mu_start": "dense"}
+)
 def alpha(p: Problem, f: Fields) -> Found:
     return _matched(p, f, (".u", ".bias"))
 
@@ -82,7 +99,15 @@ def alpha(p: Problem, f: Fields) -> Found:
     "factorized-fl-beta",
     SECTION + "; Section 4.2",
     {},
-    {"m_min": 2, "epsilon": 1.0, "tau": 0.0, "lam": 0.01, "penalty": "subgradient", "momentum": 0.5, "weight_decay": 1e-3},
+    {
+        "m_min": 2,
+        "epsilon": 1.0,
+        "tau": 0.9995,
+        "lam": 0.01,
+        "penalty": "subgradient",
+        "momentum": 0.5,
+        "weight_decay": 1e-3,
+    },
 )
 def beta(p: Problem, f: Fields) -> Found:
     return _matched(p, f, (".u", ".bias", ".v", ".mu"))

@@ -21,6 +21,7 @@ from plain import (
     models,
     only,
     reference,
+    shortened,
     step,
     under,
     weigh,
@@ -123,12 +124,12 @@ def flute(p: Problem, f: Fields) -> Found:
 
             def objective(w: Weights, b: Batch, i: int = i) -> Tensor:
                 m = w["4.weight"]
-                return loss(w, b) + f["lam_1"] * nc(m, held[i]) + f["lam_2"] * (m**2).sum()  # noqa: B023
+                return loss(w, b) + f["lam_1"] * nc(m, held[i]) + f["lam_2"] * (m**2).sum()
 
-            h = fit(f, lambda h, b: objective(body | h, b), heads[i], p.batches(t, i, f["head_epochs"]))  # noqa: B023
+            h = fit(f, lambda h, b: objective(body | h, b), heads[i], p.batches(t, i, f["head_epochs"]))
             w = fit(
                 f,
-                lambda w, b: objective(w, b) + f["lam_3"] * (features(w, b[0]) ** 2).sum(),  # noqa: B023
+                lambda w, b: objective(w, b) + f["lam_3"] * (features(w, b[0]) ** 2).sum(),
                 body | h,
                 p.batches(t, i, f["rep_epochs"]),
             )
@@ -136,12 +137,17 @@ def flute(p: Problem, f: Fields) -> Found:
             sent.append(only(w, BODY))
         body = mean(sent, weigh(p, f, p.asked[t]))
         for i in p.asked[t]:  # one server step on the mean of NC over the heads received
-            g = gradient(lambda h: nc(h["4.weight"], held[i]) / len(p.asked[t]), heads[i])  # noqa: B023
+            g = gradient(lambda h: nc(h["4.weight"], held[i]) / len(p.asked[t]), heads[i])
             heads[i] = step(heads[i], g, f["lr_server"])
     return under("server/theta", body) | models([body | h for h in heads])
 
 
-@reference("fedas", "Yang et al. 2024, Algorithm 1: alignment, then Fisher weights", {}, {"fisher": False, "align_epochs": 2, "lr_align": 0.1})
+@reference(
+    "fedas",
+    "Yang et al. 2024, Algorithm 1: alignment, then Fisher weights",
+    {},
+    {"fisher": False, "align_epochs": 2, "lr_align": 0.1},
+)
 def fedas(p: Problem, f: Fields) -> Found:
     body, last, heads = only(p.start, BODY), {}, [only(p.start, HEAD) for _ in p.ids]
 
@@ -158,7 +164,7 @@ def fedas(p: Problem, f: Fields) -> Found:
 
     def trace(w: Weights, i: int) -> float:
         rows = p.train[i].split(p.drawn["size"])
-        return sum(float(sum((g**2).sum() for g in gradient(lambda q: loss(q, p.at(r)), w).values())) for r in rows)  # noqa: B023
+        return sum(float(sum((g**2).sum() for g in gradient(lambda q: loss(q, p.at(r)), w).values())) for r in rows)
 
     for t in p.times:
         sent, weights = [], []
@@ -173,8 +179,9 @@ def fedas(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfedfda",
-    "McLaughlin and Su 2024, Algorithm 1 with a fixed β: LDA head, local and global statistics interpolated",
-    {"beta": 0.3},
+    "McLaughlin and Su 2024, Algorithm 1: LDA head, local and global statistics interpolated by β",
+    {},
+    {"single_beta": True, "lr": 0.03},
     {"beta": 0.8, "ridge": 0.05, "epsilon": 0.01},
 )
 def pfedfda(p: Problem, f: Fields) -> Found:
@@ -191,19 +198,38 @@ def pfedfda(p: Problem, f: Fields) -> Found:
         coefficients = torch.linalg.solve(shrunk, mu.T).T
         return {"4.weight": coefficients, "4.bias": -(mu * coefficients).sum(1) / 2 + (prior / prior.sum()).log()}
 
+    def estimated(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        members = one_hot(y, p.classes).to(z.dtype)
+        n = members.sum(0)[:, None]
+        own = torch.where(n > 2, members.T @ z / n.clamp_min(1), mu)
+        far = z - own[y]
+        return own, far.T @ far / max(len(y) - 1, 1) + f["ridge"] * eye
+
+    def between(own: tuple[Tensor, Tensor], beta: Tensor) -> tuple[Tensor, Tensor]:
+        return beta[0] * own[0] + (1 - beta[0]) * mu, beta[1] * own[1] + (1 - beta[1]) * big_s
+
     def blended(w: Weights, i: int) -> tuple[Tensor, Tensor]:
         x, y = p.all(i)
-        own, n = _class_means(w, (x, y), p.classes)
-        own, z = torch.where(n[:, None] > 2, own, mu), features(w, x)
-        far = z - own[y]
-        spread = far.T @ far / max(len(y) - 1, 1) + f["ridge"] * eye
-        return f["beta"] * own + (1 - f["beta"]) * mu, f["beta"] * spread + (1 - f["beta"]) * big_s
+        z = features(w, x)
+        if f["beta"] is not None:
+            return between(estimated(z, y), torch.tensor([f["beta"]] * 2, dtype=z.dtype))
+        turn = torch.stack([(y[: k + 1] == c).sum() % 2 for k, c in enumerate(y)]) == 1  # every other one of a class
+        halves = [(estimated(z[part], y[part]), z[~part], y[~part]) for part in (turn, ~turn)]
+
+        def badness(beta: Tensor) -> float:
+            heads = [(discriminant(*between(own, beta), i), held, of) for own, held, of in halves]
+            return sum(float(cross_entropy(a @ h["4.weight"].T + h["4.bias"], c, reduction="sum")) for h, a, c in heads)
+
+        ticks = torch.linspace(0, 1, 5, dtype=z.dtype)
+        grid = torch.stack([ticks, ticks], 1) if f["single_beta"] else torch.cartesian_prod(ticks, ticks)
+        best = min(grid, key=badness)  # a grid, then a finer one, for the paper's L-BFGS
+        return between(estimated(z, y), min([best, *(best + (grid - 0.5) / 4).clamp(0, 1)], key=badness))
 
     for t in p.times:
         sent = []
         for i in p.asked[t]:
             head = discriminant(mu, big_s, i)
-            w = fit(f, lambda w, b: loss(w | head, b), body, p.batches(t, i))  # noqa: B023
+            w = fit(f, lambda w, b: loss(w | head, b), body, p.batches(t, i))
             own_mu, own_s = blended(w, i)
             sent.append(w | {"mu": own_mu, "S": own_s})
         met = mean(sent, weigh(p, f, p.asked[t]))
@@ -222,13 +248,6 @@ def fedkd(p: Problem, f: Fields) -> Found:
     mentee, mentor = p.start, [p.start for _ in p.ids]
     bridge = [c["W"] for c in p.clients]
 
-    def shortened(w: Tensor, energy: float) -> Tensor:
-        if w.ndim < 2:
-            return w
-        left, s, right = torch.linalg.svd(w, full_matrices=False)
-        rank = int(((s**2).cumsum(0) / (s**2).sum() < energy - 1e-12).sum()) + 1
-        return w if rank * (sum(w.shape) + 1) >= w.numel() else left[:, :rank] * s[:rank] @ right[:rank]
-
     def objective(w: dict[str, Tensor], b: Batch) -> Tensor:
         big, small = within(w, "v"), within(w, "theta")
         one, other = forward(big, b[0]), forward(small, b[0])
@@ -244,7 +263,7 @@ def fedkd(p: Problem, f: Fields) -> Found:
         for i in p.asked[t]:
             w = under("v", mentor[i]) | under("theta", got) | {"W": bridge[i]}
             for b in p.batches(t, i):
-                g = gradient(lambda q: objective(q, b), w)  # noqa: B023
+                g = gradient(lambda q: objective(q, b), w)
                 for part in ("v/", "theta/", "W"):  # each clipped by its own norm
                     names = [k for k in g if k.startswith(part)]
                     norm = sum((g[k] ** 2).sum() for k in names) ** 0.5
@@ -256,7 +275,12 @@ def fedkd(p: Problem, f: Fields) -> Found:
     return under("server/theta", mentee) | models(mentor)
 
 
-@reference("pfedes", "Yi et al. 2023: model on (1−μ)·ℓ(x) + μ·ℓ(g(x)), then g on ℓ(g(x))", {}, {"mu": 0.2, "lr_extractor": 0.02})
+@reference(
+    "pfedes",
+    "Yi et al. 2023: model on (1−μ)·ℓ(x) + μ·ℓ(g(x)), then g on ℓ(g(x))",
+    {},
+    {"mu": 0.2, "lr_extractor": 0.02},
+)
 def pfedes(p: Problem, f: Fields) -> Found:
     own, g = [p.start for _ in p.ids], within(p.server, "g")
 
@@ -268,18 +292,23 @@ def pfedes(p: Problem, f: Fields) -> Found:
         for i in p.asked[t]:
             own[i] = fit(
                 f,
-                lambda w, b: (1 - f["mu"]) * loss(w, b) + f["mu"] * loss(w, (turned(g, b[0]), b[1])),  # noqa: B023
+                lambda w, b: (1 - f["mu"]) * loss(w, b) + f["mu"] * loss(w, (turned(g, b[0]), b[1])),
                 own[i],
                 p.batches(t, i),
             )
             sent.append(
-                fit(f, lambda q, b: loss(own[i], (turned(q, b[0]), b[1])), g, p.batches(t, i), f["lr_extractor"])  # noqa: B023
+                fit(f, lambda q, b: loss(own[i], (turned(q, b[0]), b[1])), g, p.batches(t, i), f["lr_extractor"])
             )
         g = mean(sent, weigh(p, f, p.asked[t]))
     return under("server/g", g) | models(own)
 
 
-@reference("pfedafm", "Yi et al. 2024: α∘R(own) + (1−α)∘R(common), then the common one alone", {}, {"lr_alpha": 0.7, "lr_common": 0.03})
+@reference(
+    "pfedafm",
+    "Yi et al. 2024: α∘R(own) + (1−α)∘R(common), then the common one alone",
+    {},
+    {"lr_alpha": 0.7, "lr_common": 0.03},
+)
 def pfedafm(p: Problem, f: Fields) -> Found:
     own, common = [p.start for _ in p.ids], only(p.start, BODY)
     alpha = [torch.ones_like(p.start["4.weight"][0]) for _ in p.ids]
@@ -292,11 +321,11 @@ def pfedafm(p: Problem, f: Fields) -> Found:
         for i in p.asked[t]:
             for b in p.batches(t, i):
                 at = own[i] | {"alpha": alpha[i]}
-                g = gradient(lambda q: cross_entropy(mixed(q, q["alpha"], common, b[0]), b[1]), at)  # noqa: B023
+                g = gradient(lambda q: cross_entropy(mixed(q, q["alpha"], common, b[0]), b[1]), at)
                 alpha[i] = (alpha[i] - f["lr_alpha"] * g["alpha"]).clamp(0, 1)
                 own[i] = step(own[i], only(g, NAMES), f["lr"])
             head = only(own[i], HEAD)
-            sent.append(fit(f, lambda q, b: loss(q | head, b), common, p.batches(t, i), f["lr_common"]))  # noqa: B023
+            sent.append(fit(f, lambda q, b: loss(q | head, b), common, p.batches(t, i), f["lr_common"]))
         common = mean(sent, weigh(p, f, p.asked[t]))
     result = under("server/w", common) | {f"client {i}/alpha": alpha[i] for i in p.ids}
     return result | {f"outputs {i}": mixed(own[i], alpha[i], common, p.x) for i in p.ids}

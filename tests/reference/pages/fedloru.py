@@ -29,7 +29,9 @@ def _rate(f: Fields, t: int) -> float:
     return float(f["lr_min"] + (f["lr"] - f["lr_min"]) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def _accumulated(p: Problem, f: Fields, common: Weights, big_w: Weights, alpha: float, t: int) -> tuple[Weights, Weights]:
+def _accumulated(
+    p: Problem, f: Fields, common: Weights, big_w: Weights, alpha: float, t: int
+) -> tuple[Weights, Weights]:
     """Every τ rounds W ← W + α A B for all, then factors start again."""
     if f["tau"] is None or t % f["tau"]:
         return common, big_w
@@ -51,7 +53,7 @@ def _loru(p: Problem, f: Fields) -> Found:
     alpha = f["alpha"] / f["rank"] if f["alpha_over_r"] else f["alpha"]
     for t in p.times:
         sent = [
-            fit(f, lambda w, b: loss(_plain(w, big_w, alpha), b), common, p.batches(t, i), _rate(f, t))  # noqa: B023
+            fit(f, lambda w, b: loss(_plain(w, big_w, alpha), b), common, p.batches(t, i), _rate(f, t))
             for i in p.asked[t]
         ]
         common = mean(sent, weigh(p, f, p.asked[t]))
@@ -91,14 +93,14 @@ def pfedloru(p: Problem, f: Fields) -> Found:
         for i in p.asked[t]:
             own[i] = fit(
                 f,
-                lambda w, b: loss(_plain(common | w, big_w, alpha, alpha_own), b),  # noqa: B023
+                lambda w, b: loss(_plain(common | w, big_w, alpha, alpha_own), b),
                 own[i],
                 p.batches(t, i, f["personal_epochs"]),
             )
             sent.append(
                 fit(
                     f,
-                    lambda w, b: loss(_plain(w | own[i], big_w, alpha, alpha_own), b),  # noqa: B023
+                    lambda w, b: loss(_plain(w | own[i], big_w, alpha, alpha_own), b),
                     common,
                     p.batches(t, i, f["global_epochs"]),
                 )
@@ -127,14 +129,14 @@ def mfedloru(p: Problem, f: Fields) -> Found:
             def made(w: Weights, fixed: Weights = fixed, alpha: float = alpha) -> Weights:
                 if not fixed:
                     return w
-                nested = {k: v for k, v in w.items() if k in common}  # noqa: B023
+                nested = {k: v for k, v in w.items() if k in common}
                 for a in ADAPTED:
                     nested[f"{a}.A"] = fixed[f"{a}.A"] + alpha * w[f"{a}.A_d"] @ w[f"{a}.A_u"]
                     nested[f"{a}.B"] = fixed[f"{a}.B"] + alpha * w[f"{a}.B_d"] @ w[f"{a}.B_u"]
                 return nested
 
             free = {k: v for k, v in common.items() if k not in fixed} | inner
-            w = fit(f, lambda w, b: loss(_plain(made(w), big_w, f["alpha"]), b), free, p.batches(t, i))  # noqa: B023
+            w = fit(f, lambda w, b: loss(_plain(made(w), big_w, f["alpha"]), b), free, p.batches(t, i))
             sent.append(made(w))
         common = mean(sent, weigh(p, f, p.asked[t]))
         common, big_w = _accumulated(p, f, common, big_w, f["alpha"], t)
@@ -158,8 +160,8 @@ def pfedlora1(p: Problem, f: Fields) -> Found:
         sent = []
         for i in p.asked[t]:
             first, second = p.batches(t, i, f["personal_epochs"]), p.batches(t, i, f["global_epochs"])
-            own[i] = fit(f, lambda w, b: loss(_with_own_pair(common | w, f["alpha"]), b), own[i], first)  # noqa: B023
-            sent.append(fit(f, lambda w, b: loss(_with_own_pair(w | own[i], f["alpha"]), b), common, second))  # noqa: B023
+            own[i] = fit(f, lambda w, b: loss(_with_own_pair(common | w, f["alpha"]), b), own[i], first)
+            sent.append(fit(f, lambda w, b: loss(_with_own_pair(w | own[i], f["alpha"]), b), common, second))
         common = mean(sent, weigh(p, f, p.asked[t]))
     return under("server/theta", common) | models([_with_own_pair(common | h, f["alpha"]) for h in own])
 

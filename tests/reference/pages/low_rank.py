@@ -20,6 +20,7 @@ from plain import (
     models,
     only,
     reference,
+    shortened,
     under,
     weigh,
     within,
@@ -141,7 +142,7 @@ def fedhm(p: Problem, f: Fields) -> Found:
         sent, decay = [], f["weight_decay"]
         for i in p.asked[t]:
             got = _cut(w, ranks(i))
-            new = fit(plain, lambda q, b: loss(_whole(q), b) + _decay(q, decay, decay), got, p.batches(t, i))  # noqa: B023
+            new = fit(plain, lambda q, b: loss(_whole(q), b) + _decay(q, decay, decay), got, p.batches(t, i))
             sent.append(_whole(new))
         weights = weigh(p, f, p.asked[t])
         if f["temperature"] is not None:
@@ -152,29 +153,24 @@ def fedhm(p: Problem, f: Fields) -> Found:
     return models([_whole(_cut(w, ranks(i))) for i in p.ids])
 
 
-@reference("fedlmt", "Liu et al. 2024: layers U Vᵀ from the start, factors averaged", {}, {"rho": 3.0, "weight_decay": 0.03})
+@reference(
+    "fedlmt", "Liu et al. 2024: layers U Vᵀ from the start, factors averaged", {}, {"rho": 3.0, "weight_decay": 0.03}
+)
 def fedlmt(p: Problem, f: Fields) -> Found:
     w = _cut(p.start, {a: max(1, round(len(p.start[f"{a}.weight"]) / f["rho"])) for a in LOW})
     plain, decay = {**f, "weight_decay": 0.0}, f["weight_decay"]
     for t in p.times:
         sent = [
-            fit(plain, lambda q, b: loss(_whole(q), b) + _decay(q, decay, decay), w, p.batches(t, i)) for i in p.asked[t]
+            fit(plain, lambda q, b: loss(_whole(q), b) + _decay(q, decay, decay), w, p.batches(t, i))
+            for i in p.asked[t]
         ]
         w = mean(sent, weigh(p, f, p.asked[t]))
     return models([_whole(w)] * len(p.train))
 
 
-def shortened(w: Tensor, energy: float) -> Tensor:
-    """The leading singular triples that hold this share of Σσ²; the matrix itself where they are no shorter."""
-    left, s, right = torch.linalg.svd(w, full_matrices=False)
-    held = (s**2).cumsum(0) / (s**2).sum()
-    rank = int((held < energy - 1e-12).sum()) + 1
-    if rank * (w.shape[0] + w.shape[1] + 1) >= w.numel():
-        return w
-    return left[:, :rank] * s[:rank] @ right[:rank]
-
-
-@reference("feddlr", "Qiao et al. 2021: triples by energy both ways, full training between", {"energy": 0.6}, {"energy": 0.8})
+@reference(
+    "feddlr", "Qiao et al. 2021: triples by energy both ways, full training between", {"energy": 0.6}, {"energy": 0.8}
+)
 def feddlr(p: Problem, f: Fields) -> Found:
     def sent_as(w: Weights) -> Weights:
         return w | {f"{a}.weight": shortened(w[f"{a}.weight"], f["energy"]) for a in LOW}
@@ -244,7 +240,12 @@ def fedpara(p: Problem, f: Fields) -> Found:
     return under("server/theta", w) | models([_hadamard(w, 0.0)] * len(p.train))
 
 
-@reference("pfedpara", "Hyeon-Woo et al. 2022, Section 2.3: W = W₁∘(W₂ + 1), W₂ personal", {"lr": 0.03}, {"rank": 2, "lr": 0.03})
+@reference(
+    "pfedpara",
+    "Hyeon-Woo et al. 2022, Section 2.3: W = W₁∘(W₂ + 1), W₂ personal",
+    {"lr": 0.03},
+    {"rank": 2, "lr": 0.03},
+)
 def pfedpara(p: Problem, f: Fields) -> Found:
     w, own = within(p.server, "theta"), [within(c, "h") for c in p.clients]
     for t in p.times:

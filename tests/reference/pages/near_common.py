@@ -34,7 +34,7 @@ def ditto(p: Problem, f: Fields) -> Found:
             sent.append(fit(f, loss, w, p.batches(t, i)))
             v[i] = fit(
                 f,
-                lambda a, b: loss(a, b) + f["lam"] / 2 * square(a, near),  # noqa: B023
+                lambda a, b: loss(a, b) + f["lam"] / 2 * square(a, near),
                 v[i],
                 p.batches(t, i, f["personal_epochs"]),
                 f["lr_personal"],
@@ -70,8 +70,8 @@ def apfl(p: Problem, f: Fields) -> Found:
                 if f["adaptive"] and f["alpha_every"] == "round" and k == 0:
                     a = turned(mine, own, a, b)
                 following = turned(mine, own, a, b) if f["adaptive"] and f["alpha_every"] == "step" else a
-                at_mix = gradient(lambda m: loss(m, b), mixed(mine, own, a))  # noqa: B023
-                own = step(own, gradient(lambda m: loss(m, b), own), f["lr"])  # noqa: B023
+                at_mix = gradient(lambda m: loss(m, b), mixed(mine, own, a))
+                own = step(own, gradient(lambda m: loss(m, b), own), f["lr"])
                 mine, a = step(mine, {k: a * g for k, g in at_mix.items()}, f["lr"]), following
             v[i], alpha[i] = mine, a
             sent.append(own)
@@ -91,7 +91,7 @@ def pfedme(p: Problem, f: Fields) -> Found:
                 near = own
                 theta[i] = fit(
                     f,
-                    lambda a, b: loss(a, b) + f["lam"] / 2 * square(a, near),  # noqa: B023
+                    lambda a, b: loss(a, b) + f["lam"] / 2 * square(a, near),
                     theta[i],
                     [b] * f["inner_steps"],
                     f["lr_inner"],
@@ -103,7 +103,9 @@ def pfedme(p: Problem, f: Fields) -> Found:
     return under("server/theta", w) | models(theta)
 
 
-@reference("l2gd", "Hanzely and Richtárik 2020, Algorithm 1; a coin per local step, the mean of the round's start", {"p": 0.4})
+@reference(
+    "l2gd", "Hanzely and Richtárik 2020, Algorithm 1; a coin per local step, the mean of the round's start", {"p": 0.4}
+)
 def l2gd(p: Problem, f: Fields) -> Found:
     centre, own = p.start, [p.start for _ in p.ids]
     pull = min(1.0, f["lr"] * f["lam"] / f["p"])
@@ -113,7 +115,7 @@ def l2gd(p: Problem, f: Fields) -> Found:
                 if p.drawn["coin"][t][k]:
                     own[i] = {n: own[i][n] - pull * (own[i][n] - centre[n]) for n in NAMES}
                 else:
-                    own[i] = step(own[i], gradient(lambda a: loss(a, b), own[i]), f["lr"] / (1 - f["p"]))  # noqa: B023
+                    own[i] = step(own[i], gradient(lambda a: loss(a, b), own[i]), f["lr"] / (1 - f["p"]))
         centre = mean([own[i] for i in p.asked[t]], weigh(p, f, p.asked[t]))
     return under("server/theta", centre) | models(own)
 
@@ -157,7 +159,9 @@ def per_fedavg(p: Problem, f: Fields) -> Found:
     return under("server/theta", w) | models(used)
 
 
-@reference("fedala", "Zhang et al. 2023, Algorithm 1 and eq. (4) to (7)", {}, {"top": 4, "lr_a": 0.3, "threshold": 1e-3})
+@reference(
+    "fedala", "Zhang et al. 2023, Algorithm 1 and eq. (4) to (7)", {}, {"top": 4, "lr_a": 0.3, "threshold": 1e-3}
+)
 def fedala(p: Problem, f: Fields) -> Found:
     w, own, top = p.start, [p.start for _ in p.ids], NAMES[len(NAMES) - f["top"] :]
     blend = [{k: torch.ones_like(p.start[k]) for k in top} for _ in p.ids]
@@ -173,7 +177,7 @@ def fedala(p: Problem, f: Fields) -> Found:
         while True:
             for rows in p.drawn["part"][t, i]:
                 b, at = p.at(rows), mixed(i, a)
-                value, g = loss(at, b), gradient(lambda q: loss(at | q, b), only(at, top))  # noqa: B023
+                value, g = loss(at, b), gradient(lambda q: loss(at | q, b), only(at, top))
                 a = {k: (a[k] - f["lr_a"] * g[k] * (w[k] - own[i][k])).clamp(0, 1) for k in top}
             losses.append(float(value))
             enough = len(losses) > 10 and float(torch.tensor(losses[-10:]).std(correction=0)) < f["threshold"]

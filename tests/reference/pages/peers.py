@@ -49,6 +49,7 @@ def _two_parts(far: Tensor, reach: str) -> list[int]:
     "Sattler et al. 2021, Algorithm 3: split by cosines where ‖mean Δ‖ < ε₁ and max ‖Δ‖ > ε₂",
     {"start_round": 2, "eps_1": 100.0, "eps_2": 0.0},
     {"start_round": 1, "eps_1": 100.0, "eps_2": 0.0, "linkage": "single", "weighting": "samples"},
+    {"start_round": 1, "eps_1": 100.0, "eps_2": 0.32},
     {"start_round": 1},
 )
 def cfl(p: Problem, f: Fields) -> Found:
@@ -60,7 +61,7 @@ def cfl(p: Problem, f: Fields) -> Found:
         last |= change
 
         def alike(i: int, j: int) -> float:
-            return float(cosine_similarity(_vector(last[i]), _vector(last[j]), dim=0))  # noqa: B023
+            return float(cosine_similarity(_vector(last[i]), _vector(last[j]), dim=0))
 
         divided = set()
         for c in sorted({cluster[i] for i in asked}):
@@ -68,9 +69,7 @@ def cfl(p: Problem, f: Fields) -> Found:
             a = float(_vector(mean([change[i] for i in here], weigh(p, f, here))).norm())
             m = max(float(_vector(change[i]).norm()) for i in here)
             first = m if first is None else first
-            eps_1, eps_2 = (
-                q * first if f[name] == "auto" else f[name] for name, q in (("eps_1", 0.4), ("eps_2", 0.8))
-            )
+            eps_1, eps_2 = (q * first if f[name] == "auto" else f[name] for name, q in (("eps_1", 0.4), ("eps_2", 0.8)))
             known = [i for i in p.ids if cluster[i] == c and i in last]
             if t >= f["start_round"] and len(known) > f["min_size"] and a < eps_1 and m > eps_2:
                 far = torch.tensor([[1 - alike(i, j) for j in known] for i in known])
@@ -83,7 +82,7 @@ def cfl(p: Problem, f: Fields) -> Found:
         for i in asked:  # never heard before, and left behind by an earlier split: to the cluster most alike
             if before > 1 and i not in heard and cluster[i] not in divided:
                 near = [[alike(i, j) for j in heard if cluster[j] == c] for c in range(len(model))]
-                cluster[i] = max(range(len(model)), key=lambda c: sum(near[c]) / max(1, len(near[c])))  # noqa: B023
+                cluster[i] = max(range(len(model)), key=lambda c: sum(near[c]) / max(1, len(near[c])))
         for c, members in moved.items():
             if members:
                 way = mean([change[i] for i in members], weigh(p, f, members))
@@ -100,7 +99,8 @@ def cfl(p: Problem, f: Fields) -> Found:
 )
 def ifca(p: Problem, f: Fields) -> Found:
     stacked = within(p.server, "theta")
-    model = [{k: p.server[f"theta/{k}"][j] if p.server[f"theta/{k}"].ndim > p.start[k].ndim else stacked[k] for k in NAMES} for j in range(f["clusters"])]  # fmt: skip
+    rows = {k for k in NAMES if stacked[k].ndim > p.start[k].ndim}  # what forms clusters
+    model = [{k: stacked[k][j] if k in rows else stacked[k] for k in NAMES} for j in range(f["clusters"])]
 
     def choose(i: int) -> int:
         return min(range(len(model)), key=lambda j: float(loss(model[j], p.all(i))))
@@ -110,7 +110,7 @@ def ifca(p: Problem, f: Fields) -> Found:
         for i in p.asked[t]:
             j = choose(i)
             if f["averaging"] == "gradient":
-                sent[j].append(step(model[j], gradient(lambda w: loss(w, p.all(i)), model[j]), f["lr"]))  # noqa: B023
+                sent[j].append(step(model[j], gradient(lambda w: loss(w, p.all(i)), model[j]), f["lr"]))
             else:
                 sent[j].append(fit(f, loss, model[j], p.batches(t, i)))
         body = mean([only(w, BODY) for each in sent.values() for w in each])
@@ -167,7 +167,12 @@ def fedfomo(p: Problem, f: Fields) -> Found:
     return {"server/P": liking} | models(own)
 
 
-@reference("pfedsim", "Tan et al. 2023, Algorithm 1: FedAvg, then bodies mixed by −log(1 − cos) of classifiers", {"warmup_rounds": 1}, {"warmup_rounds": 2})
+@reference(
+    "pfedsim",
+    "Tan et al. 2023, Algorithm 1: FedAvg, then bodies mixed by −log(1 − cos) of classifiers",
+    {"warmup_rounds": 1},
+    {"warmup_rounds": 2},
+)
 def pfedsim(p: Problem, f: Fields) -> Found:
     w = p.start
     for t in p.times[: f["warmup_rounds"]]:
@@ -213,6 +218,7 @@ def fedcollab(p: Problem, f: Fields) -> Found:
             for j in (j for j in p.asked[t] if j > i):
                 sides, right = [], 0.0
                 for who, side in ((i, 0.0), (j, 1.0)):
+
                     def wrong(w: Weights, b: Batch, side: float = side) -> Tensor:
                         g = guess(w, b)
                         return binary_cross_entropy_with_logits(g, torch.full_like(g, side))

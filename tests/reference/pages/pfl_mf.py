@@ -59,22 +59,27 @@ def pfl_mf_paper(p: Problem, f: Fields) -> Found:
             old = v[i]
             steps = p.batches(t, i, f["v_steps"] if f["v_unit"] == "epoch" else 10)
             for b in steps[: None if f["v_unit"] == "epoch" else f["v_steps"]]:
-                v[i] = v[i] - rate * big_u.T @ slope(lambda theta: at(theta, b), big_u @ v[i])  # noqa: B023
+                v[i] = v[i] - rate * big_u.T @ slope(lambda theta: at(theta, b), big_u @ v[i])
             coefficients = old if f["g_at"] == "old" else v[i]
             if f["u_update"] == "gradient":  # η G_i = η ∇f_i(U v_i) v_iᵀ over all examples
-                g = slope(lambda theta: at(theta, p.all(i)), big_u @ coefficients)  # noqa: B023
+                g = slope(lambda theta: at(theta, p.all(i)), big_u @ coefficients)
                 uploads.append(f["lr"] * torch.outer(g, coefficients))
             else:  # K_U steps on a copy of U with v fixed
                 copy = big_u
                 for b in p.batches(t, i, 10)[: f["u_steps"]]:
-                    copy = copy - f["lr"] * torch.outer(slope(lambda q: at(q, b), copy @ coefficients), coefficients)  # noqa: B023
+                    copy = copy - f["lr"] * torch.outer(slope(lambda q: at(q, b), copy @ coefficients), coefficients)
                 uploads.append(big_u - copy)
         big_u = big_u - sum(uploads) / len(uploads)
     result = {"server/U": big_u, **{f"client {i}/v": v[i] for i in p.ids}}
     return result | models([_unravel(p, big_u @ v[i], NAMES) for i in p.ids])
 
 
-@reference("pfl-mf-joint", "the published code's form: FedPer's loop on (U, v), v averaged with U", {"rank": 3}, {"rank": 2, "lr": 0.02})
+@reference(
+    "pfl-mf-joint",
+    "the published code's form: FedPer's loop on (U, v), v averaged with U",
+    {"rank": 3},
+    {"rank": 2, "lr": 0.02},
+)
 def pfl_mf_joint(p: Problem, f: Fields) -> Found:
     big_u, centre, own = p.server["U"], p.server["v"], {}
     for t in p.times:
@@ -92,7 +97,7 @@ def pfl_mf_joint(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfl-mf",
-    "this library's default form: head U v_i, v fitted on features, scaled server step (README and design of the method)",
+    "fedspan's own form, from its specification: head U v_i, v fitted on features, scaled server step",
     {"rank": 3},
     {"rank": 3, "v_method": "solve", "max_step": None, "lr": 0.3},
     {"rank": 2, "server_step": "plain", "v_prior": 0.0, "v_steps": 10, "refresh": False, "start": "random"},

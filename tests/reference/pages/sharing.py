@@ -50,7 +50,7 @@ def fedprox(p: Problem, f: Fields) -> Found:
     for t in p.times:
         near, sent = w, []
         for i in p.asked[t]:
-            sent.append(fit(f, lambda a, b: loss(a, b) + f["mu"] / 2 * square(a, near), w, p.batches(t, i)))  # noqa: B023
+            sent.append(fit(f, lambda a, b: loss(a, b) + f["mu"] / 2 * square(a, near), w, p.batches(t, i)))
         w = mean(sent, weigh(p, f, p.asked[t]))
     return under("server/theta", w) | models([w] * len(p.train))
 
@@ -103,7 +103,7 @@ def _two_phases(p: Problem, f: Fields, head_epochs: int, body_epochs: int | None
         sent = []
         for i in p.asked[t]:
             heads[i] = fit(f, on_head, heads[i], p.batches(t, i, head_epochs))
-            sent.append(fit(f, lambda a, b: loss(a | heads[i], b), body, p.batches(t, i, body_epochs)))  # noqa: B023
+            sent.append(fit(f, lambda a, b: loss(a | heads[i], b), body, p.batches(t, i, body_epochs)))
         body = mean(sent, weigh(p, f, p.asked[t]))
     return under("server/theta", body) | models([body | h for h in heads])
 
@@ -113,7 +113,9 @@ def fedrep(p: Problem, f: Fields) -> Found:
     return _two_phases(p, f, f["head_epochs"], f["body_epochs"])
 
 
-@reference("fedalt", "Pillutla et al. 2022, FedAlt; server SGD of step 1", {}, {"v_epochs": 2, "u_epochs": 1, "l2": 0.3})
+@reference(
+    "fedalt", "Pillutla et al. 2022, FedAlt; server SGD of step 1", {}, {"v_epochs": 2, "u_epochs": 1, "l2": 0.3}
+)
 def fedalt(p: Problem, f: Fields) -> Found:
     return _two_phases(p, f, f["v_epochs"], f["u_epochs"], f["l2"])
 
@@ -136,7 +138,9 @@ def fedsim(p: Problem, f: Fields) -> Found:
     return under("server/theta", body) | models([body | h for h in heads])
 
 
-@reference("fedbabu", "Oh et al. 2022, Algorithm 1 and fine-tuning before use", {}, {"finetune": "head", "finetune_epochs": 2})
+@reference(
+    "fedbabu", "Oh et al. 2022, Algorithm 1 and fine-tuning before use", {}, {"finetune": "head", "finetune_epochs": 2}
+)
 def fedbabu(p: Problem, f: Fields) -> Found:
     body, head = only(p.start, BODY), only(p.start, HEAD)
     for t in p.times:
@@ -145,6 +149,6 @@ def fedbabu(p: Problem, f: Fields) -> Found:
     tuned, used = {"all": NAMES, "head": HEAD, "body": BODY}[f["finetune"]], []
     for i in p.ids:
         w = body | head
-        more = fit(f, lambda a, b: loss(w | a, b), only(w, tuned), p.batches(p.rounds, i, f["finetune_epochs"]))  # noqa: B023
+        more = fit(f, lambda a, b: loss(w | a, b), only(w, tuned), p.batches(p.rounds, i, f["finetune_epochs"]))
         used.append(w | more)
     return under("server/theta", body) | models(used)
