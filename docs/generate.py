@@ -166,6 +166,7 @@ def readme() -> str:
 
 def methods_page() -> str:
     """Every method: what it keeps and sends, measured; its fields with their sentences; limiting cases; tables."""
+    from fedspan.cli.methods import computed
     from fedspan.cli.probe import facts, published, traffic
     from fedspan.methods.equivalences import of
 
@@ -177,17 +178,19 @@ def methods_page() -> str:
         way). *Up as mean* is what the server needs only the weighted mean of, *up each* what it must see client by
         client; *secure sum* says whether uploads could be added up without being seen. Limiting cases are tested to
         1e-12, see [equivalences](equivalences.md); published tables are those that `fedspan reproduce` runs the method
-        in, beside the printed figures.
+        in, beside the printed figures. *Disclosed* is what a curious server can compute from one client's upload, with
+        default fields: it is declared next to each method and held to [attacks](../explanation/disclosure.md) by tests.
 
         Names of parts are the papers' symbols, explained in each method's own text below."""
-    titles = ("method", "kept", "down", "up as mean", "up each", "secure sum", "bytes down / up")
+    titles = ("method", "kept", "down", "up as mean", "up each", "secure sum", "disclosed", "bytes down / up")
     parts: list[list[str]] = [textwrap.dedent(intro).splitlines()]
     for title, methods in families():
         rows = []
         for name in methods:
             f, (down, up) = about[name], traffic(name)
             symbols = (", ".join(f[k]) for k in ("private", "shared", "sent_mean", "sent_each"))
-            rows.append((f"[`{name}`](#{name})", *symbols, f["secure_aggregation"], f"{down:,} / {up:,}"))
+            told = f["secure_aggregation"], computed(f, "keywords")
+            rows.append((f"[`{name}`](#{name})", *symbols, *told, f"{down:,} / {up:,}"))
         parts.append([f"**{title}**", "", *table(titles, rows)])
     for title, methods in families():
         parts.append([f"## {title}"])
@@ -196,6 +199,8 @@ def methods_page() -> str:
             facts_of = [
                 ("paper", reference(classes[name])),
                 ("in one line", says),
+                ("the server receives", ", ".join(f["sent_mean"] + f["sent_each"]) or "nothing but a weight"),
+                ("of a client it can compute", computed(f)),
                 ("source", f"`{f['file']}`"),
                 ("equations cited", ", ".join(f["equations"])),
                 ("limiting cases tested", cases),
@@ -233,6 +238,7 @@ def configuration_page() -> str:
     from fedspan.config import RunConfig
     from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig
     from fedspan.deploy.policy import Policy
+    from fedspan.simulation.defence import Defence
     from fedspan.simulation.devices import Devices
     from fedspan.simulation.settings import Settings
 
@@ -240,7 +246,7 @@ def configuration_page() -> str:
         An experiment is a TOML file; every value can be replaced on the command line by `section.key=value`. A key that
         is not known is refused, with the nearest one that is. Whatever a run was given is written out whole as
         `config.toml` in its directory."""
-    tables = ("data", "partition", "model", "method", "methods", "train", "devices")
+    tables = ("data", "partition", "model", "method", "methods", "train", "devices", "defence")
     method = """\
         `name` is one of [the methods](methods.md), or `package.module:Class` for
         [one of your own](../tutorials/add_a_method.md), which needs `--allow-code PACKAGE`; the other keys are the
@@ -254,9 +260,10 @@ def configuration_page() -> str:
         ("[method] and [methods.NAME]", textwrap.dedent(method), []),
         ("[train]", "", keys(Settings)),
         ("[devices]", "", keys(Devices)),
+        ("[defence]", "", keys(Defence)),
         ("The policy of a deployment", "Options of `fedspan deploy run`, not keys of the file.", keys(Policy)),
     ]
-    classes = {"[train]": Settings, "[devices]": Devices}
+    classes = {"[train]": Settings, "[devices]": Devices, "[defence]": Defence}
     parts = [textwrap.dedent(intro).splitlines()]
     for title, text, rows in sections:
         about = prose(classes[title].__doc__) if title in classes else text.splitlines()
@@ -264,9 +271,25 @@ def configuration_page() -> str:
     return page("Configuration", *parts)
 
 
+GROUPS = """\
+    Options that several kinds have. Each can be combined with what else the kind does, and `fedspan partition` draws
+    the result: shades for labels, a bar for sizes that differ, a second field for groups.
+
+    * `group_sizes = [20, 8, 4, 2, 2]` (or `"20:8:4:2:2"`): groups of unequal numbers of clients, in this order; they
+      add up to `clients`, and say how many groups there are.
+    * `sizes = "zipf:1.2"`: how many examples a client gets follows a law, nobody below `min_samples` (10 if not given).
+    * `shifts = ["none", "rotate:90", "noise:0.5+blur:1"]`: what each group does to its examples, training and test
+      alike; fewer shifts than groups are taken in turn. With a kind that has no groups, clients take them in turn, and
+      groups are known from then on. `rotate`, `blur` and `contrast` need pictures.
+    * `mixed-groups` is soft membership: every example of a client belongs to a group drawn by the client's own shares.
+      Its main group is what a yardstick that must know groups is told."""
+
+
 def data_page() -> str:
     """Sources of data, and kinds of partition."""
     from fedspan.data import PARTITIONS, SOURCES
+    from fedspan.data.partitions.feature_shifts import SHIFTS
+    from fedspan.data.partitions.quantity import LAWS
     from fedspan.data.sources.catalog import KNOWN
 
     intro = """\
@@ -284,12 +307,17 @@ def data_page() -> str:
         for name, kind in PARTITIONS.items()
     ]
     parts = table(("kind", "who holds what", "options and their defaults"), kinds)
+    laws = table(("`sizes`", "its number"), [(f"`{name}`", about) for name, about in LAWS.items()])
+    shifts = table(
+        ("`shifts`", "its amount"), [(f"`{name}`", "" if kind is None else kind.about) for name, kind in SHIFTS.items()]
+    )
     more = "Keys that all kinds have are listed under [`[partition]`](configuration.md#partition)."
     return page(
         "Data",
         ["## Sources", "", *textwrap.dedent(intro).splitlines(), "", *sources],
         ["## Data sets known by name", "", *known],
         ["## Partitions", "", more, "", *parts],
+        ["## Groups, shifts and sizes", "", *textwrap.dedent(GROUPS).splitlines(), "", *laws, "", *shifts],
     )
 
 
@@ -461,6 +489,52 @@ def fields_of(cls: type) -> list[str]:
     return table(("field", "type", "default", "what it is"), rows)
 
 
+def attacks_page() -> str:
+    """What dishonest clients reach, from the stored outcomes of `fedspan attack` in docs/attacks."""
+    from fedspan.simulation.defence import Defence
+    from fedspan.studies.attacks import ATTACKS, from_csv, to_markdown
+
+    guard = Defence(rule="clip")
+    intro = f"""\
+        A client can send what is well-formed and false. With `[defence]` and `rule = "clip"` the server judges what an
+        upload *changes* of what its client was sent: parts that have the name and shape of a part of the download by
+        their difference from it, others (gradients, sums, coefficients) as they are. Every part is cut, all its tensors
+        together, to quantile {guard.quantile:g} of the norms of that part in the last {guard.window} rounds with
+        uploads, and no upload weighs more than {guard.most_weight:g} medians of recent weights. What has no past yet
+        (the first round, a part that was zero so far) waits until the round is in and is judged by the round; three
+        values are the least that say what is usual. Norms are remembered as they came, before they were cut, and a
+        checkpoint holds them, so that a run that goes on has the same bits. In a deployment uploads whose change has
+        more than `--norm-factor` times the median norm are still refused.
+
+        It is off in a simulation, unless the file says otherwise, and on in what `fedspan deploy` runs, which writes it
+        into the run's `config.toml`: simulating that file gives the deployment's numbers. Every round's line in
+        `metrics.jsonl` says how many uploads were clipped and capped, the bounds, and who was cut most; the log and
+        `fedspan deploy status` tell of it too.
+
+        The tables are of `fedspan attack`, in which a tenth of the clients, drawn by the seed, is dishonest from the
+        first round on. Success of a backdoor is how often a mark in a corner makes an honest client's model say the
+        attacker's class. The constants were chosen on seeds 0 to 8 of the same experiments."""
+    limits = """\
+        What it does not do: an attacker whose change has a usual norm is believed, so a plain backdoor works as well as
+        without, and flipped labels are not found; with half of the clients dishonest the median is theirs. Integers (a
+        chosen cluster) are not judged. Clients of different ranks share the bounds of their parts. Of two
+        clients a liar is half, and nobody can say which half."""
+    parts = [
+        textwrap.dedent(intro).splitlines(),
+        [
+            "## The attacks",
+            "",
+            *table(["name", "what a dishonest client does"], ((a, b.sentence) for a, b in ATTACKS.items())),
+        ],
+    ]
+    for path in sorted((DOCS / "attacks").glob("*.csv")):
+        title, *text = path.with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+        told = to_markdown(from_csv(path.read_text(encoding="utf-8"))).splitlines()
+        parts.append([f"## {title}", "", *text, "", *told])
+    parts.append(["## Limits", "", *textwrap.dedent(limits).splitlines()])
+    return page("Dishonest clients", *parts)
+
+
 def python_page() -> str:
     """The public names of the package: `fedspan.__all__`."""
     import fedspan
@@ -486,6 +560,7 @@ def pages() -> Mapping[Path, str]:
         DOCS / "reference" / "data.md": data_page(),
         DOCS / "reference" / "models.md": models_page(),
         DOCS / "reference" / "command-line.md": command_page(),
+        DOCS / "reference" / "attacks.md": attacks_page(),
         DOCS / "reference" / "python.md": python_page(),
         DOCS / "reference" / "equivalences.md": equivalences_page(),
     }

@@ -32,13 +32,16 @@ if TYPE_CHECKING:
         Cautions,
         Coded,
         Converts,
+        Judged,
         Lifts,
         Observed,
         Ranked,
     )
+    from fedspan.method.disclosure import Discloses
     from fedspan.method.protocol import About, ClientInfo, Down, Federation, Method, Round, Sent, Visit
     from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.report.figures import plot
+    from fedspan.simulation.defence import Defence
     from fedspan.simulation.result import Result
     from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import simulate
@@ -60,12 +63,15 @@ __all__ = [
     "ConfigError",
     "Converts",
     "DataError",
+    "Defence",
+    "Discloses",
     "Divergence",
     "Down",
     "Epochs",
     "FederatedData",
     "Federation",
     "FedspanError",
+    "Judged",
     "Lifts",
     "Method",
     "Observed",
@@ -112,11 +118,13 @@ _PLACES: dict[str, str] = {
     "fedspan.learn.sgd": "adamw gradient gradient_and_value hessian_product mean_gradient sgd",
     "fedspan.learn.task": "Task",
     "fedspan.method.bases": "Averaging Sharing Training",
-    "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Lifts Observed Ranked",
+    "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Judged Lifts Observed Ranked",
+    "fedspan.method.disclosure": "Discloses",
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
     "fedspan.methods": "METHODS allow_code make register",
     "fedspan.report.figures": "plot",
     "fedspan.simulation.result": "Result",
+    "fedspan.simulation.defence": "Defence",
     "fedspan.simulation.settings": "Settings",
     "fedspan.simulation.simulator": "simulate",
     "fedspan.tree": "Outer",

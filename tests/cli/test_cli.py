@@ -216,6 +216,7 @@ def test_methods_json() -> None:
     kinds = {
         "name": str, "family": str, "paper": str, "equations": list, "shared": list, "private": list, "sent_mean": list,
         "sent_each": list, "weight": str, "secure_aggregation": str, "heterogeneous": str, "file": str, "fields": dict,
+        "received": dict, "discloses": dict,
     }  # fmt: skip
     for f in found:
         assert {k: type(v) for k, v in f.items()} == kinds
@@ -229,12 +230,19 @@ def test_methods_json() -> None:
     assert by["oracle"]["sent_each"] == ["theta"] and by["oracle"]["secure_aggregation"] == "no"
     assert by["local"]["sent_mean"] == by["local"]["shared"] == [] and by["fedavg"]["private"] == []
     assert facts("pfl-mf")["fields"]["rank"] == 10
+    assert by["pfl-mf"]["received"]["v"] == [10] and by["pfl-mf"]["discloses"]["private"] == ["v"]
+    assert by["local"]["received"] == {} and by["fedavg"]["received"]["theta/body.0.weight"] == [8, 4]
 
 
 def test_methods_table() -> None:
     said = call("methods").stdout
     assert all(name in said for name in METHODS)
-    assert "rank" in call("methods", "pfl-mf").stdout
+    assert "disclosed" in said
+    one = " ".join(call("methods", "pfl-mf").stdout.split())
+    assert "rank" in one and "of what it keeps: v" in one and "which classes it holds" in one
+    assert "can compute from that, with default fields: how many examples it trained on." in " ".join(
+        call("methods", "local").stdout.split()
+    )
     assert "fedavg" in failing("methods", "fedavgg")
 
 

@@ -56,6 +56,8 @@ ALL: dict[str, dict[str, Any]] = {kind: {} for kind in PARTITIONS}
 ALL["natural"] = {"min_samples": 1}
 ALL["dirichlet"] = {"alpha": 0.1, "min_samples": 3}
 ALL["permuted-clients"] = {"base": "dirichlet", "min_samples": 2}
+ALL["shifted-groups"] = {"shifts": ["none", "permute"]}  # of one feature, so that x stays the row number
+ALL["mixed-groups"] = {"permute": False, "shifts": ["none", "permute", "none"], "sizes": "lognormal:1"}
 COVERS = {
     "iid",
     "dirichlet",
@@ -63,6 +65,8 @@ COVERS = {
     "shards",
     "natural",
     "permuted-groups",
+    "shifted-groups",
+    "mixed-groups",
     "permuted-clients",
     "label-groups",
 }
@@ -314,7 +318,7 @@ def test_many_clients_are_dealt_quickly() -> None:
         ({"options": {"alpha": float("inf")}}, "alpha must be a number"),
         ({"options": {"alpha": "0.5"}}, "alpha must be a number"),
         ({"options": {"min_samples": -1}}, "min_samples must be an integer"),
-        ({"kind": "iid", "options": {"alpha": 1.0}}, "has no option 'alpha'. It has no options"),
+        ({"kind": "iid", "options": {"alpha": 1.0}}, "has no option 'alpha'. Allowed: min_samples, shifts, sizes"),
         ({"kind": "natural", "options": {"fraction": 0.0}}, "fraction must be"),
         ({"kind": "permuted-groups", "options": {"groups": 9}}, "at most the number of clients, 5. Got 9"),
         ({"kind": "permuted-groups", "options": {"groups": None}}, "groups must be an integer"),
@@ -329,7 +333,10 @@ def test_settings_are_checked_before_data(arguments: dict[str, Any], sentence: s
 
 def test_every_kind_is_listed_with_defaults_that_pass() -> None:
     for kind, (description, options) in PARTITIONS.items():
-        assert description and check_partition(kind, 10) == options
+        filled = check_partition(kind, 10)
+        assert description and filled.keys() == options.keys()
+        if kind != "shifted-groups":  # as many rotations as there are groups
+            assert filled == options
 
 
 def test_what_the_source_lacks_is_said() -> None:

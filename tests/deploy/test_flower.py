@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from conftest import assert_same, failing, make_data, make_task
 from fedspan import tree, wire
 from fedspan.deploy.envelope import seal, unseal
 from fedspan.deploy.experiment import read_config
+from fedspan.deploy.local_grid import AT_ONCE
 from fedspan.deploy.node import worker
 from fedspan.deploy.operations import prefork, unix_socket
 from fedspan.deploy.operations.keys import make_keys
@@ -32,6 +34,7 @@ from fedspan.deploy.server.server import Server
 from fedspan.errors import CheckpointError, ConfigError, Refused
 from fedspan.method import Abilities
 from fedspan.methods import FedAvg, FedLoRU, FedRep, make
+from fedspan.simulation.defence import Defence
 from fedspan.tree import Outer
 from tools.fuzz_uploads import fuzz
 
@@ -95,6 +98,31 @@ def test_a_bad_upload_costs_its_sender_only(case: str, tmp_path: Path) -> None:
     assert line["refused"]["n2"].startswith("client n2: ") and reason in line["refused"]["n2"]
     assert server.record.progress.deployed["nodes"]["2"]["refused"] == 1
     assert honest.record.lines[0]["missing"] == {"n2": "no answer before the deadline"}
+
+
+def test_a_change_is_refused_where_the_whole_upload_would_pass(tmp_path: Path) -> None:
+    server, grid = deployed(FedAvg(lr=1e-4), tmp_path, rounds=1, clients=4)
+    start = tree.map(torch.clone, server.record.server["theta"])
+    far = lambda f, u: u["mean"].update(theta=tree.map(lambda t: 1.5 * t, start))  # 1.5 times the usual whole
+    grid.spoil = only(2, "train", far)
+    server.run()
+    refused = server.record.lines[0]["refused"]
+    assert list(refused) == ["n2"] and "the change's norm must be at most" in refused["n2"]
+
+
+def test_who_is_cut_most_is_named_in_the_log(tmp_path: Path) -> None:
+    said: list[str] = []
+    experiment = replace(experiment_of(FedAvg(), make_task(), 2), defence=Defence(rule="clip"))
+    server, grid = deployed_on(experiment, make_data(clients=5), tmp_path, replace(AT_ONCE, norm_factor=1e9))
+    server.log = server.transport.log = said.append
+    grid.spoil = only(3, "train", lambda f, u: first_upload(u, 1e6))
+    server.run()
+    for line in server.record.lines:
+        told = line["defence"]
+        assert next(iter(told["most_cut"])) == "n3" and told["most_cut"]["n3"]["theta"] < 1e-4
+        assert not line["refused"] and told["bounds"]["theta"] < 100
+    assert any(s.startswith("Round 1: client n3 was cut; ") and s.endswith("of its theta is left.") for s in said)
+    assert any("clipped" in s and s.startswith("Round 2 of 2: 5 of 5 answered, ") for s in said)
 
 
 def test_an_answer_from_another_node_or_to_another_round_is_not_counted(tmp_path: Path) -> None:
@@ -267,7 +295,9 @@ def test_bad_terms_are_refused(field: str) -> None:
 def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
     make_keys(tmp_path / "fed", ["a", "b"], ["fed.example.org", "10.0.0.1"])
     server = tmp_path / "fed" / "server"
-    assert {p.name for p in server.iterdir()} == {"ca.crt", "ca.key", "server.crt", "server.key", "nodes"}
+    made = {"ca.crt", "ca.key", "server.crt", "server.key", "roster.json", "audit.jsonl", "audit.lock"}
+    assert {p.name for p in server.iterdir()} == made
+    assert {p.name for p in (tmp_path / "fed" / "a").iterdir()} == {"key", "ca.crt", "node.crt", "node.toml"}
     assert all(p.stat().st_mode & 0o077 == 0 for p in (tmp_path / "fed").rglob("*"))
     assert not (tmp_path / "fed" / "a" / "ca.key").exists()
     from cryptography import x509
@@ -414,10 +444,50 @@ def test_a_node_predicts_and_exports_with_its_own_model(tmp_path: Path, client: 
     assert sums["n"] == 15
     right = call("deploy", "predict", str(node), "--data", str(tmp_path / "own.npz")).stderr
     assert "right of 60" in right
+    predictions_without_labels(tmp_path, node, x)
     call("deploy", "export", str(node), str(tmp_path / "m.safetensors"))
     with safe_open(tmp_path / "m.safetensors", "pt") as f:
         assert f.metadata()["client_name"] == "clinic" and f.metadata()["plain"] == "true"
         assert set(f.keys()) == set(task.init())
+
+
+def predictions_without_labels(folder: Path, node: Path, x: Any) -> None:
+    """Labels and probabilities in each format, and what is refused."""
+    import csv
+
+    import numpy as np
+
+    from conftest import call
+
+    def predict(out: str, **arrays: Any) -> Path:
+        np.savez(folder / "new.npz", **arrays)
+        call("deploy", "predict", str(node), "--data", str(folder / "new.npz"), "--out", str(folder / out))
+        return folder / out
+
+    with np.load(predict("p.npz", x=x)) as found:
+        labels, chances = found["labels"], found["probabilities"]
+    assert labels.shape == (60,) and chances.shape == (60, 10) and np.allclose(chances.sum(1), 1)
+    assert (chances.argmax(1) == labels).all() and (np.load(predict("p.npy", x=x)) == labels).all()
+    with predict("p.csv", x=x).open(newline="") as stream:
+        head, *rows = csv.reader(stream)
+    assert head == ["example", "label", *(f"p_{k}" for k in range(10))]
+    assert [int(r[1]) for r in rows] == labels.tolist()
+    assert np.allclose([[float(p) for p in r[2:]] for r in rows], chances, rtol=1e-5)
+    for arrays, message in (
+        ({"y": labels}, "an npz needs the array x"),
+        ({"x": x[:, :, :4]}, "x must have shape (1, 8, 8)"),
+        ({"x": x[:0]}, "at least one example"),
+        ({"x": x, "y": labels[:3]}, "y must hold one label per example"),
+        ({"x": np.float32(3)}, "at least one feature"),
+    ):
+        np.savez(folder / "bad.npz", **arrays)
+        assert message in failing("deploy", "predict", str(node), "--data", str(folder / "bad.npz"))
+    (folder / "bad.csv").write_text("1,2\n")
+    assert "must be in a file that ends in .npz" in failing(
+        "deploy", "predict", str(node), "--data", str(folder / "bad.csv")
+    )
+    new = str(folder / "new.npz")
+    assert "--out must end in" in failing("deploy", "predict", str(node), "--data", new, "--out", str(folder / "a.b"))
 
 
 def test_an_experiment_that_is_another_one_is_refused(tmp_path: Path) -> None:

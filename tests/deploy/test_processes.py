@@ -205,3 +205,12 @@ def test_the_socket_of_a_killed_worker_is_removed_and_nothing_else(tmp_path: Pat
         unix_socket.remove_note(note)
         assert precious.exists() and not note.exists()
     unix_socket.remove_note(note)
+
+
+@pytest.mark.parametrize(("length", "there"), [(40, True), (90, False)])
+def test_sockets_lie_where_macos_takes_their_paths(length: int, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = "/" + "t" * (length - 1)
+    monkeypatch.setattr(unix_socket.tempfile, "gettempdir", lambda: usual)
+    parent = unix_socket._parent()
+    assert parent == (usual if there else "/tmp")
+    assert len(f"{parent}/{unix_socket.PREFIX}xxxxxxxx/{unix_socket.NAME}") <= 103

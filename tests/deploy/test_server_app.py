@@ -16,6 +16,7 @@ import fedspan.deploy
 from fedspan.config import load_config, to_toml
 from fedspan.deploy.experiment import kind_of
 from fedspan.deploy.policy import Policy
+from fedspan.deploy.roster_file import empty_places, write_places
 from fedspan.deploy.server import server_app
 from fedspan.errors import CheckpointError
 from fedspan.storage.lock import Lock
@@ -32,7 +33,7 @@ def test_a_run_directory_that_another_server_holds_is_named_in_the_log(
     out = tmp_path / "runs" / config.name
     (out / "checkpoints").mkdir(parents=True)
     (tmp_path / "ca.crt").touch()
-    (tmp_path / "server.json").write_text(json.dumps({"nodes": {"a": 1, "b": 2}}))
+    write_places(tmp_path, empty_places(2))
     order = {"experiment": to_toml(config), "kind": asdict(kind), "policy": asdict(Policy()), "fresh": False}
     (out / "order.json").write_text(json.dumps(order | {"groups": None}))
     monkeypatch.setenv(server_app.FOLDER, str(tmp_path))

@@ -44,6 +44,6 @@ def test_killed_runs_end_with_the_same_bits() -> None:
     play("kill_trials", "--trials", "20", "--kills", "3")
 
 
-@pytest.mark.parametrize("fault", ["same", "node", "serverapp", "superlink", "replay", "flood"])
+@pytest.mark.parametrize("fault", ["same", "node", "serverapp", "superlink", "replay", "flood", "join"])
 def test_a_real_federation(fault: str) -> None:
     play("deploy_faults", fault)

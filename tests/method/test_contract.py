@@ -75,7 +75,19 @@ def test_what_a_method_must_define_is_asked_for_by_name(function: str) -> None:
 
 def test_all_capabilities_are_known() -> None:
     names = {c.__name__ for c in CAPABILITIES}
-    assert names == {"Announces", "Converts", "Lifts", "Ranked", "Coded", "Adapts", "Observed", "Onboards", "Cautions"}
+    known = {
+        "Announces",
+        "Converts",
+        "Lifts",
+        "Ranked",
+        "Coded",
+        "Adapts",
+        "Observed",
+        "Onboards",
+        "Cautions",
+        "Judged",
+    }
+    assert names == known
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: c.__name__)

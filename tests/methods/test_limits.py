@@ -1,6 +1,8 @@
 """Limiting cases: what a method becomes at the edge of its parameters, in float64, to 1e-12.
 
 * FedProx mu=0 = FedAvg; mu large holds theta at the solution of grad f + mu (theta - start) = 0.
+* FedAvg with fine-tuning or a fitted head of no epochs = FedAvg, bit for bit; with the run's epochs = a model trained
+  once more; a large l2 holds it at the model received; with a head that is all of the model both are one.
 * FedPer without a private head = FedAvg; with all layers personal = Local; = FedAvg with private_head.
 * LG-FedAvg shares exactly what FedPer keeps; told the same layers, the two are one method.
 * FedRep without head epochs = FedBABU without fine-tuning; FedBABU's head never moves and then all share one model.
@@ -23,10 +25,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from conftest import assert_close, assert_same, make_data, make_task, method_of
+from conftest import assert_close, assert_same, finished, make_data, make_task, method_of
 from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
@@ -35,6 +37,8 @@ from fedspan.method import ClientInfo, Federation, Method
 from fedspan.methods import (
     Ditto,
     FedAvg,
+    FedAvgFineTuned,
+    FedAvgHead,
     FedBabu,
     FedPer,
     FedProx,
@@ -267,6 +271,61 @@ def test_fedbabu_tunes_only_what_it_says_and_throws_it_away(part: Any) -> None:
     assert sim.record.digest() == plain.record.digest()
     moved = {k for k in task.names if not torch.equal(models(sim)["0"][k], models(plain)["0"][k])}
     assert moved == set({"all": task.names, "head": task.head, "body": task.body}[part])
+
+
+# ------------------------------------------------------------------------------------------------ FedAvg, fitted
+
+
+CONTROLS = pytest.mark.parametrize("control", [FedAvgFineTuned, FedAvgHead])
+
+
+@MAPPING
+@CONTROLS
+def test_fedavg_that_is_not_fitted_is_fedavg_bit_for_bit(control: type[Method], mapping: str) -> None:
+    a = run(method_of(control, finetune_epochs=0, lr_finetune=5.0, l2=0.3, **STEPS), mapping=mapping)
+    b = run(method_of(FedAvg, **STEPS), mapping=mapping)
+    assert a.record.digest() == b.record.digest()
+    assert_same(models(a), models(b))
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "loop"])
+def test_fine_tuning_is_one_more_local_round(mapping: str) -> None:
+    """The predictor is what FedAvg's client would send if it trained once more on the same minibatches."""
+    sim = run(method_of(FedAvgFineTuned, **STEPS), mapping=mapping)
+    plain = run(method_of(FedAvg, **STEPS), mapping="loop")
+    assert_close(sim.record.server, plain.record.server)
+    found = models(sim)
+    for i in range(7):
+        visit = plain.engine._visit(i, 3, plain.method.plan(), {})[0]
+        _, sent = plain.method.client_update(make_task(), {"h": {}}, plain.record.server, visit)
+        assert_close(found[str(i)], sent.mean["theta"])
+
+
+def test_a_head_that_is_all_of_the_model_is_fine_tuning() -> None:
+    """A linear model is nothing but its head."""
+    linear = Task(nn.Linear(5, 3), dtype=torch.float64)
+    sims = [finished(method_of(c, l2=0.1, **STEPS), task=linear) for c in (FedAvgHead, FedAvgFineTuned)]
+    assert set(linear.head) == set(linear.names)
+    assert_same(*(models(sim) for sim in sims))
+
+
+@CONTROLS
+def test_a_fit_moves_what_it_says_and_is_thrown_away(control: type[Method]) -> None:
+    task = make_task()
+    sim, plain = run(method_of(control, **STEPS)), run(method_of(FedAvg, **STEPS))
+    assert sim.record.digest() == plain.record.digest()
+    moved = {k for k in task.names if not torch.equal(models(sim)["0"][k], models(plain)["0"][k])}
+    assert moved == set(task.names if control is FedAvgFineTuned else task.head)
+
+
+@CONTROLS
+def test_a_large_l2_holds_a_fit_at_the_model_received(control: type[Method]) -> None:
+    def distance(l2: float) -> float:
+        sim = run(method_of(control, lr=0.1, lr_finetune=0.5 / max(l2, 1), l2=l2, finetune_epochs=20))
+        gaps = [tree.sub(m, sim.record.server["theta"]) for m in models(sim).values()]
+        return max(float(tree.ravel(g).norm()) for g in gaps)
+
+    assert distance(1e4) < 1e-3 < 0.05 < distance(0.0)
 
 
 # ------------------------------------------------------------------------------------------------ Ditto

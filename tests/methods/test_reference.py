@@ -18,7 +18,7 @@ from fedspan.data.federated import FederatedData
 from fedspan.learn.batches import All, Batches, Epochs, draw
 from fedspan.learn.task import Task
 from fedspan.method import Method
-from fedspan.methods import Ditto, FedAvg, FedProx, FedRep, Local
+from fedspan.methods import Ditto, FedAvg, FedAvgFineTuned, FedAvgHead, FedProx, FedRep, Local
 from fedspan.randomness import key
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
@@ -127,6 +127,27 @@ def test_fedavg(optimiser: str, mapping: str, kind: str) -> None:
         theta = ref.average([ref.train(theta, i, t) for i in asked], asked)
     sim = run(method_of(FedAvg, **ref.fields), task, data, mapping)
     assert_close(sim.record.server["theta"], theta)
+
+
+@MAPPING
+@WITH
+@pytest.mark.parametrize("control", [FedAvgFineTuned, FedAvgHead])
+def test_fedavg_fitted_to_a_client(control: type[Method], optimiser: str, mapping: str) -> None:
+    task, data, l2 = make_task(), make_data(), 0.4
+    ref = Reference(task, data, optimiser)
+    theta = ref.start
+    for t in range(1, ROUNDS + 1):
+        asked = ref.asked(t)
+        theta = ref.average([ref.train(theta, i, t) for i in asked], asked)
+    only = ["4.weight", "4.bias"] if control is FedAvgHead else [*theta]
+
+    def pull(m: nn.Module) -> Tensor:
+        return l2 / 2 * sum((p - theta[k]).square().sum() for k, p in m.named_parameters() if k in only)
+
+    sim = run(method_of(control, finetune_epochs=3, l2=l2, **ref.fields), task, data, mapping)
+    assert_close(sim.record.server["theta"], theta)
+    for i in range(data.clients):
+        assert_close(sim.personal(i)[1], ref.train(theta, i, ROUNDS, epochs=3, only=only, extra=pull))
 
 
 @MAPPING

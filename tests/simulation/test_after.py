@@ -36,10 +36,12 @@ def test_it_is_the_locally_trained_model(mapping: str) -> None:
     assert result.curve[-1]["accuracy_after"]["mean"] == result.accuracy["best_after"]
 
 
-# One method for every place where a model can be: the upload, the state, a difference, factors, inner factors.
+# One method for every place where a model can be: the upload, the state, a difference, one of several, factors, inner
+# factors.
 PLACES: list[tuple[str, dict[str, Any]]] = [
     ("fedper", {}),
     ("cfl", {}),
+    ("ifca", {"clusters": 2}),
     ("fedara", {"ratio": (1.0, 0.5), "watch": True}),
     ("mfedloru", {"rank": 3, "ranks": (3, 1), "tau": 3}),
     ("factorized-fl-alpha", {"mu_start": "dense"}),

@@ -35,6 +35,7 @@ OTHER: dict[str, Any] = {
     "mapping": "loop",
     "chunk": 2,
     "workers": 1,
+    "start_method": "spawn",
     "checkpoint_every": 2,
     "checkpoint_seconds": 0.5,
     "memory_mb": 64,

@@ -19,9 +19,10 @@ import torch
 
 from conftest import assert_same
 from fedspan.errors import ConfigError, FedspanError, Refused
-from fedspan.simulation.workers import Job, Meta, Pool, WorkerDied, WorkerError, executor_of
+from fedspan.simulation.workers import Job, Meta, Pool, WorkerDied, WorkerError, can_fork, executor_of
 from fedspan.tree import Outer, Tree
 
+pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are forked on Linux only; others: test_spawned_workers")
 HERE = os.getpid()
 
 

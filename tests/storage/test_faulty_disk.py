@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from fedspan.errors import FedspanError, WriteError
+from fedspan.storage import atomic
 from fedspan.storage.atomic import replacing, write_atomic
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -127,3 +129,34 @@ def test_an_error_of_the_writer_itself_is_passed_on_and_leaves_nothing(tmp_path:
     with pytest.raises(ZeroDivisionError):
         half()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("refusals", [0, 2, 99])
+def test_windows_is_asked_again_while_somebody_reads_the_file(
+    refusals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Windows:
+        """As much of `os` as a rename needs, where files that are read cannot be replaced."""
+
+        name, asked = "nt", 0
+
+        def replace(self, a: Path, b: Path) -> None:
+            self.asked += 1
+            if self.asked <= refusals:
+                raise PermissionError(13, "Access is denied")
+            os.replace(a, b)
+
+        def fsync(self, fd: int) -> None:
+            os.fsync(fd)
+
+    monkeypatch.setattr(atomic, "os", Windows())
+    monkeypatch.setattr(atomic, "PAUSES", (0.0, 0.0, 0.0))
+    path = tmp_path / "result.json"
+    path.write_text("before", encoding="utf-8")
+    if refusals > 3:
+        with pytest.raises(WriteError, match="Access is denied"):
+            write_atomic(path, "after")
+        assert path.read_text(encoding="utf-8") == "before" and list(tmp_path.iterdir()) == [path]
+    else:
+        write_atomic(path, "after\n")
+        assert path.read_bytes() == b"after\n"

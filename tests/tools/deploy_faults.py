@@ -1,6 +1,6 @@
 """Break a real federation on the loopback address and see what is left.
 
-    python tests/tools/deploy_faults.py [same node superlink serverapp strangers replay flood rounds ten ...]
+    python tests/tools/deploy_faults.py [same node superlink serverapp strangers replay flood join rounds ten ...]
 
 same       the deployed run has the simulator's numbers
 node       kill -9 a node's processes in a round: the round ends at its deadline, the node returns with its state
@@ -9,6 +9,7 @@ serverapp  kill -9 the ServerApp in a run: likewise
 strangers  A1: six bad nodes; A2: five control actions through the proxy (needs nginx)
 replay     A3: a node sends every update again, changed, and from an old round: each counts once
 flood      a node sends 400 MB where some kB are declared: memory, database, time of the round; later it is heard again
+join       a node takes a reserved place in a running federation, one changes its key, one is revoked; the audit log
 rounds     seconds per round with almost no work, without and with warm workers
 ten        ten nodes for ten rounds without a failure; bytes as fedspan counts them and as they pass by
 
@@ -105,10 +106,12 @@ class Federation:
 
     meter: Meter | None
 
-    def __init__(self, folder: Path, nodes: int, warm: bool = True, metered: bool = False) -> None:
+    def __init__(
+        self, folder: Path, nodes: int, warm: bool = True, metered: bool = False, places: int | None = None
+    ) -> None:
         self.folder, self.warm = folder, warm
         self.names = [f"node-{i}" for i in range(nodes)]
-        make_keys(folder, self.names)
+        make_keys(folder, self.names, places=places)
         self.server = Deployment(folder / "server")
         self.metered, self.meter = metered, None
 
@@ -133,7 +136,7 @@ class Federation:
     def order(
         self, *overrides: str, file: Path = LOCAL, deadline: float = 300.0, quorum: float = 0.5
     ) -> tuple[str, int]:
-        config = load_config(file, [f"partition.clients={len(self.names)}", *overrides]).resolve()
+        config = load_config(file, [f"partition.clients={self.server.clients}", *overrides]).resolve()
         kind = kind_of(config)
         assert kind is not None
         return config.name, self.server.submit(config, kind, Policy(deadline=deadline, quorum=quorum, wait=120))
@@ -164,12 +167,14 @@ class Federation:
 
 
 @contextmanager
-def federation(nodes: int = 3, warm: bool = True, metered: bool = False) -> Iterator[Federation]:
+def federation(
+    nodes: int = 3, warm: bool = True, metered: bool = False, places: int | None = None
+) -> Iterator[Federation]:
     folder = Path(tempfile.mkdtemp(prefix="fedspan-faults-"))
     usual, temporary = tempfile.gettempdir(), folder / "tmp"
     temporary.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
-    made = Federation(folder, nodes, warm, metered)
+    made = Federation(folder, nodes, warm, metered, places)
     try:
         made.start()
         yield made
@@ -209,7 +214,8 @@ def simulated(*overrides: str, file: Path = LOCAL, clients: int = 3) -> Any:
     config = load_config(file, [f"partition.clients={clients}", *overrides]).resolve()
     method, task, data = assemble(config)
     settings = Settings(**{**vars(config.train), "mapping": "loop", "workers": 1, "evaluate_every": 1000})
-    sim = Simulation(method, task, data, rounds=config.rounds, seed=config.seed, settings=settings)
+    guard = config.defence
+    sim = Simulation(method, task, data, rounds=config.rounds, seed=config.seed, settings=settings, defence=guard)
     sim.run()
     return sim.record.server
 
@@ -415,10 +421,18 @@ def _expired(folder: Path) -> bool:
     server = Deployment(folder / "server")
     try:
         server.start(seconds=30)
-        print("  A1 expired certificate: ACCEPTED")
+        print("  A1 expired certificate: STARTED")
         return False
-    except FedspanError:
-        port = server.port
+    except FedspanError as e:
+        print(f"  A1 expired certificate: {e}", flush=True)
+    try:
+        port = processes.free_port()
+        processes.start(server.folder, "superlink", server.command(port), server.environment())
+        end = time.monotonic() + 90
+        while time.monotonic() < end:
+            with suppress(OSError), socket.create_connection((LOOPBACK, port), 1):
+                break
+            time.sleep(0.5)
         context = ssl.create_default_context(cafile=str(folder / "server" / "ca.crt"))
         try:
             urllib.request.urlopen(f"https://{LOOPBACK}:{port}/health", timeout=5, context=context)
@@ -619,6 +633,94 @@ def _send_again(
                 old.append(right)
 
 
+def join() -> bool:
+    """The fourth of four places is taken while rounds run; another node changes its key, a third is revoked."""
+    from fedspan.deploy.audit_log import AuditLog
+    from fedspan.deploy.operations.membership import Membership
+    from fedspan.deploy.operations.node_bundle import install_bundle
+    from fedspan.deploy.operations.node_request import request_place, request_renewal
+
+    with federation(3, places=4) as f:
+        members, sent = Membership(f.server, f"{LOOPBACK}:{f.server.port}"), f.folder / "sent.json"
+        name, number = f.order("rounds=500", "train.evaluate_every=500", deadline=120.0)
+        empty = f.until_round(name, number, 2)["round"]
+
+        def handed_over(i: int, how: Callable[[], Any]) -> float:
+            """Give a node its bundle and start it; when it was admitted."""
+            sent.write_text(how().model_dump_json())
+            begun = time.monotonic()
+            install_bundle(f.folder / f.names[i], sent)
+            f.start_node(i)
+            return begun
+
+        def answering(who: str, after: int, absent: bool = False) -> int:
+            """The first round after another that used a node, or did not."""
+            end = time.monotonic() + PATIENCE
+            while time.monotonic() < end:
+                for entry in AuditLog(f.server.folder).entries():
+                    facts = entry.facts
+                    if entry.event == "round" and facts["round"] > after and (who in facts["used"]) != absent:
+                        return int(facts["round"])
+                time.sleep(0.3)
+            raise FedspanError(f"{who} was not heard of in {PATIENCE:g} s")
+
+        f.names.append("late")
+        asked = f.folder / "late.request.json"
+        request_place(f.folder / "late", "late", asked)
+        begun = handed_over(3, lambda: members.admit(asked))
+        started, at = time.monotonic() - begun, f.until_round(name, number, 0)["round"]
+        first = answering("late", at)
+        print(f"  admitted and started in {started:.1f} s, after round {at}; trains from round {first}", flush=True)
+
+        request_renewal(f.folder / "node-0", "node-0", asked)
+        renewed_at = f.until_round(name, number, 0)["round"]
+        renewed = members.renew(str(asked))
+        processes.stop(f.folder / "node-0")
+        handed_over(0, lambda: renewed)
+        again = answering("node-0", renewed_at + 1)
+        print(f"  node-0 has a new key since round {renewed_at}; trains with it in round {again}", flush=True)
+
+        seen, revoked_at = len((f.server.folder / "superlink.log").read_text()), f.until_round(name, number, 0)["round"]
+        (pid,) = (e["pid"] for e in processes.running(f.folder / "node-1") if e["name"] == "supernode")
+        begun = time.monotonic()
+        members.revoke("node-1", "it was asked to leave")
+        took = time.monotonic() - begun
+        without = answering("node-1", revoked_at, absent=True)
+        # As its parent this process must wait for it: until then what it started believes that it lives.
+        ended = psutil.wait_procs([psutil.Process(pid)], timeout=120)[0]
+        last = f.until_round(name, number, without + 2)["round"]
+        turned_away = SIGNS.findall((f.server.folder / "superlink.log").read_text()[seen:])
+        print(
+            f"  node-1 was revoked in {took:.2f} s after round {revoked_at}; not used from round {without} on",
+            flush=True,
+        )
+        print(f"  the SuperLink turned it away: {turned_away[:1]}; its SuperNode has ended: {bool(ended)}", flush=True)
+
+        os.kill(int(f.server.status(name)["pid"]), signal.SIGKILL)  # and a run goes on with the new roster
+        time.sleep(2)
+        done = f.wait(*f.order(f"rounds={last + 2}", "train.evaluate_every=500", deadline=120.0))
+        lines = f.lines(name)
+        used = {e.facts["round"]: e.facts["used"] for e in AuditLog(f.server.folder).entries() if e.event == "round"}
+        later = [who for t, some in used.items() if t >= without for who in some]
+        events = Counter(e.event for e in AuditLog(f.server.folder).entries())
+        count, head = AuditLog(f.server.folder).verify()
+        print(f"  answered {[line['answered'] for line in lines]}; missing last {lines[-1]['missing']}")
+        print(f"  audit log: {dict(events)}; {count} events, verified, head {head[:16]}")
+        mended = (f.server.folder / "audit.jsonl").read_bytes().replace(b'"revoked"', b'"renewed"', 1)
+        (f.folder / "audit.jsonl").write_bytes(mended)
+        try:
+            AuditLog(f.folder).verify()
+            return False
+        except FedspanError as e:
+            print(f"  edited: {e}")
+        fine = done["state"] == "finished" and lines[-1]["answered"] == 3 and "node-1" not in later
+        fine &= (
+            "late" in used[last + 2] and "node-0" in used[last + 2] and first <= at + 2 and bool(turned_away and ended)
+        )
+        fine &= lines[0]["missing"] == {"place-3": "its place is empty"} and lines[empty - 1]["answered"] == 3
+        return fine and events["admitted"] == events["renewed"] == events["revoked"] == 1
+
+
 def ten() -> bool:
     """Ten nodes, ten rounds; bytes counted and bytes that went by."""
     with federation(10, metered=True) as f:
@@ -650,7 +752,7 @@ def rounds() -> bool:
     return True
 
 
-SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, replay, flood, rounds, ten)}
+SCENARIOS = {f.__name__: f for f in (same, node, superlink, serverapp, strangers, replay, flood, join, rounds, ten)}
 
 if __name__ == "__main__":
     failed = []

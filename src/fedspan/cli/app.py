@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,7 @@ from typer.core import TyperGroup
 
 from fedspan import __version__
 from fedspan.cli.analyse import analyse
+from fedspan.cli.attack import attack
 from fedspan.cli.bytes import bytes_
 from fedspan.cli.capacity import capacity
 from fedspan.cli.code import with_code
@@ -17,11 +20,11 @@ from fedspan.cli.compare import compare
 from fedspan.cli.console import fail, note
 from fedspan.cli.data import data, partition
 from fedspan.cli.demo import demo
-from fedspan.cli.deploy import deploy
 from fedspan.cli.diagnose import diagnose
 from fedspan.cli.doctor import doctor
 from fedspan.cli.export import export
 from fedspan.cli.interrupts import one_interrupt
+from fedspan.cli.members import deploy
 from fedspan.cli.methods import methods
 from fedspan.cli.new import new
 from fedspan.cli.onboard import onboard
@@ -31,12 +34,14 @@ from fedspan.cli.run import run
 from fedspan.cli.sweep import sweep
 from fedspan.cli.targets import targets
 from fedspan.cli.theory import theory
+from fedspan.cli.tune import tune
 from fedspan.cli.watch import watch
 from fedspan.errors import FedspanError
 from fedspan.storage.malloc import keep_freed_memory
 
 FAULT, STOPPED = 2, 130
 NAMES_NO_CODE = {"keys", "server", "status", "stop", "proxy", "predict", "export"}
+NAMES_NO_CODE |= {"request", "admit", "renew", "revoke", "audit"}
 """Commands of `deploy` that assemble nothing, or on a node, where its own settings decide."""
 
 SERVES_OTHERS = {"node"}
@@ -74,13 +79,14 @@ for command in (
     with_code(run),
     with_code(compare),
     with_code(sweep),
+    with_code(tune),
     reproduce,
     with_code(report),
 ):
     app.command()(command)
 for command in (watch, targets, methods, data, with_code(partition), doctor):
     app.command()(command)
-for command in (with_code(export), with_code(onboard), with_code(capacity), theory):
+for command in (with_code(export), with_code(onboard), with_code(capacity), theory, with_code(attack)):
     app.command()(command)
 app.command("bytes")(with_code(bytes_))
 for entry in [*analyse.registered_commands, *deploy.registered_commands]:
@@ -108,6 +114,10 @@ def options(
 
 def main() -> None:
     """The entry point `fedspan`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Windows writes to files and pipes in an old code page, which has no θ.
+            stream.reconfigure(errors="replace")
     keep_freed_memory()  # the process is ours alone; CFL's server step on 100 clients took half its time in page faults
     with one_interrupt():
         app()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from fedspan.cli.console import Picture, child, directory, listed, note, say, sh
 from fedspan.cli.report import finished_runs
 from fedspan.cli.run import Fresh, Out, Quiet, say_dropped
 from fedspan.cli.sweep import folder
+from fedspan.cli.tune import Processes
 from fedspan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ Against = Annotated[str, typer.Option("--against", help="Runs: compare client by
 Pictures = Annotated[
     list[Picture] | None, typer.Option("--format", help="Runs: figures in --out; default pdf and png.")
 ]
+Tune = Annotated[
+    int | None,
+    typer.Option("--tune", help="Trials for every method, on development seeds.", min=1, max=1000, show_default=False),
+]
+TuneSeeds = Annotated[int, typer.Option("--tune-seeds", help="Development seeds each trial runs on.", min=1, max=10)]
 
 
 def compare(
@@ -52,34 +59,91 @@ def compare(
     kinds: Pictures = None,
     fresh: Fresh = False,
     quiet: Quiet = False,
+    tune: Tune = None,
+    tune_seeds: TuneSeeds = 1,
+    workers: Processes = 1,
 ) -> None:
     """Run several methods on the same data, or compare finished runs.
 
-    Of an experiment file: one directory per method and seed; finished ones are not repeated. Of run directories: tables
-    and tests; --out FOLDER writes them as Markdown, CSV and LaTeX with figures.
+    Of an experiment file: one directory per method and seed; finished ones are not repeated. With --tune every method
+    first gets the same trials on development seeds, to choose lr, or what spaces name (method.rank=int:1:8). Of run
+    directories: tables and tests; --out FOLDER writes them as Markdown, CSV and LaTeX with figures.
     """
     if exp.is_dir():
-        if methods or seeds != 1 or fresh:
-            raise ConfigError("compare: --methods, --seeds and --fresh go with an experiment file. Got finished runs.")
+        if methods or seeds != 1 or fresh or tune:
+            raise ConfigError(
+                "compare: --methods, --seeds, --tune and --fresh go with an experiment file. Got finished runs."
+            )
         compare_runs([exp, *map(Path, overrides or [])], target, against or None, out, kinds)
         return
     if target is not None or against or kinds:
         raise ConfigError("compare: --target, --against and --format go with finished runs. Got an experiment file.")
     from fedspan.cli.running import run_all
     from fedspan.config import load_config
+    from fedspan.studies.tuning import split_spaces
 
-    config = load_config(exp, overrides or [])
-    names = listed(methods) or list(config.methods)
-    if not names:
-        raise ConfigError("compare: name methods with --methods a,b,c, or give the file [methods.NAME] sections.")
+    texts = list(overrides or [])
+    if tune is not None:
+        compare_tuned(exp, texts, listed(methods), seeds, out, tune, tune_seeds, workers, fresh, quiet)
+        return
+    if split_spaces(texts)[0]:
+        raise ConfigError("compare: spaces such as method.lr=log:1e-3:1 go with --tune N. Got no --tune.")
+    config = load_config(exp, texts)
+    names = methods_of(config, listed(methods))
     where = directory(out, config.name)
     jobs = plan(config, names, seeds, where)
     run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet)
 
 
+def methods_of(config: RunConfig, typed: list[str]) -> list[str]:
+    """The methods to compare: those that were typed, else those of the file."""
+    names = typed or list(config.methods)
+    if not names:
+        raise ConfigError("compare: name methods with --methods a,b,c, or give the file [methods.NAME] sections.")
+    return list(dict.fromkeys(names))
+
+
+def compare_tuned(
+    exp: Path,
+    texts: list[str],
+    typed: list[str],
+    seeds: int,
+    out: Path | None,
+    trials: int,
+    tune_seeds: int,
+    workers: int,
+    fresh: bool,
+    quiet: bool,
+) -> None:
+    """Tune every method with the same budget on development seeds, then run it on the reported ones."""
+    from fedspan.cli.running import run_all
+    from fedspan.cli.tune import tune_methods
+    from fedspan.config import load_config
+    from fedspan.report.given import NOTE, TITLES
+    from fedspan.studies.tuning import reported_seeds, split_spaces
+
+    config = load_config(exp, split_spaces(texts)[1])
+    reported = reported_seeds(config.seed, seeds)
+    names = methods_of(config, typed)
+    where = directory(out, config.name)
+    for name in names:
+        say_dropped(name, config.fields_of(name, names)[1])
+    tuned = tune_methods(exp, texts, names, trials=trials, seeds=tune_seeds, workers=workers, where=where, quiet=quiet)
+    called = labels(names)
+    show(table(TITLES, [[called[name], *told.cells()] for name, (_, told) in tuned.items()], right=[2, 7, 8]))
+    say(NOTE)
+    told_of = {f"{called[name]}-{seed}": told for seed in reported for name, (_, told) in tuned.items()}
+    jobs = [
+        (f"{called[name]}-{seed}", replace(best, seed=seed), child(where, f"{called[name]}-{seed}"))
+        for seed in reported
+        for name, (best, _) in tuned.items()
+    ]
+    keep = lambda label, place: told_of[label].write(place)
+    run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet, after=keep)
+
+
 def plan(config: RunConfig, names: list[str], seeds: int, where: Path) -> list[tuple[str, RunConfig, Path]]:
     """The runs of a comparison, all of them checked before the first one starts."""
-    names = list(dict.fromkeys(names))
     for name in names:
         say_dropped(name, config.fields_of(name, names)[1])
     called = labels(names)
@@ -125,7 +189,7 @@ def compare_runs(
         texts |= {"paired.md": paired.to_markdown(found), "paired.csv": paired.to_csv(found)}
         texts |= {"paired.tex": paired.to_latex(found)}
     for name, text in texts.items():
-        (out / name).write_text(text, encoding="utf-8")
+        (out / name).write_text(text, encoding="utf-8", newline="\n")
     pictures = _figures(runs, against, bool(found))
     written = [*texts]
     for name, draw in pictures.items():

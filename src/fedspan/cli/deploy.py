@@ -8,19 +8,21 @@ import os
 import platform
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.console import note, say, show, size, table, user_path
+from fedspan.cli.console import listed, note, say, show, size, table, user_path
 from fedspan.cli.run import Overrides
 from fedspan.errors import ConfigError, FedspanError
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
     from fedspan.deploy.experiment import DataKind
+    from fedspan.deploy.operations.deployment import Deployment
     from fedspan.deploy.policy import Policy
 
 deploy = typer.Typer(
@@ -49,7 +51,7 @@ def _needs_unix() -> None:
         )
 
 
-def _needs_flower() -> None:
+def needs_flower() -> None:
     _needs_unix()
     for package in ("flwr", "cryptography"):
         if importlib.util.find_spec(package) is None:
@@ -70,7 +72,7 @@ def local(
     timeout: Wait = 3600.0,
 ) -> None:
     """Keys, server, nodes and a run on this machine alone, one partition per node; all is stopped afterwards."""
-    _needs_flower()
+    needs_flower()
     import fedspan.deploy
 
     if exp is not None and "=" in exp.name:  # the file may be left out before overrides
@@ -98,6 +100,7 @@ def _local(
     from fedspan.method.named_code import allowance
 
     data = assemble_data(config)  # before anything is started: what cannot be loaded is said at once
+    _warn(config, nodes)
     names = [f"node-{i}" for i in range(nodes)]
     if not (folder / "server").exists():
         make_keys(folder, names)
@@ -122,38 +125,56 @@ def _local(
 @deploy.command()
 def keys(
     folder: Folder,
-    nodes: Nodes = 3,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="How many nodes; default: 3, or none with --places.", min=0, max=200)
+    ] = None,
     names: Annotated[str | None, typer.Option("--names", help="Names of the nodes, with commas.")] = None,
+    places: Annotated[
+        int | None,
+        typer.Option("--places", help="Clients in all; places beyond the nodes are free for deploy admit."),
+    ] = None,
     host: Annotated[
         list[str] | None, typer.Option("--host", help="A name or address under which nodes reach the server.")
     ] = None,
 ) -> None:
-    """Make the server's certificates and a key for each node; give each node its folder, and nobody `server/`."""
-    _needs_flower()
+    """Make the server's certificates, and a key for each node named here; others make their own and are admitted."""
+    needs_flower()
     from fedspan.deploy.operations.keys import make_keys
 
-    called = names.split(",") if names else [f"node-{i}" for i in range(nodes)]
-    make_keys(user_path(folder, "deploy keys: DIR"), [c.strip() for c in called], host or [])
-    say(f"{folder / 'server'}: stays on the server. {', '.join(called)}: copy each folder to its node.")
+    count = nodes if nodes is not None else 3 if places is None else 0
+    called = listed(names) if names else [f"node-{i}" for i in range(count)]
+    make_keys(user_path(folder, "deploy keys: DIR"), called, host or [], places=places)
+    say(f"{folder / 'server'}: stays on the server.")
+    if called:
+        say(f"{', '.join(called)}: copy each folder to its node.")
+    if places is not None and places > len(called):
+        say(f"{places - len(called)} of {places} places are free: fedspan deploy request, then fedspan deploy admit.")
 
 
 @deploy.command()
 def server(folder: Folder, port: Port = None) -> None:
     """Start the SuperLink on the loopback address with TLS, node authentication and a database; register the nodes."""
-    _needs_flower()
+    needs_flower()
     from fedspan.deploy.operations.deployment import LOOPBACK, Deployment
 
     made = Deployment(folder / "server")
     made.start(port)
     known = made.register()
-    say(f"SuperLink on https://{LOOPBACK}:{made.port}; {len(known)} nodes registered: {', '.join(known)}.")
+    said = f"{len(known)} of {made.clients} places are taken: {', '.join(known) or 'none'}."
+    say(f"SuperLink on https://{LOOPBACK}:{made.port}; {said}")
+    announce_ends(made)
     say("Only this machine can reach it; for others put the proxy of `fedspan deploy proxy` before it.")
 
 
 @deploy.command()
 def node(
     folder: NodeFolder,
-    superlink: Annotated[str, typer.Option("--server", help="host:port of the server or its proxy.")],
+    superlink: Annotated[
+        str | None, typer.Option("--server", help="host:port of the server or its proxy; default: the bundle's.")
+    ] = None,
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", help="What the server's operator sent back, at the first start.")
+    ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test.")] = None,
     loader: Annotated[str | None, typer.Option("--loader", help="package.module:function that returns them.")] = None,
     partition: Annotated[
@@ -163,9 +184,12 @@ def node(
     cold: Cold = False,
 ) -> None:
     """Start a node: its own data, its own state, and a connection to the server."""
-    _needs_flower()
+    needs_flower()
     from fedspan.deploy.node.owner_policy import CODE_REMEDY, read_policy
+    from fedspan.deploy.operations import processes
     from fedspan.deploy.operations.deployment import start_node
+    from fedspan.deploy.operations.keys import check_node_dates
+    from fedspan.deploy.operations.node_bundle import check_address, install_bundle, installed
     from fedspan.method.named_code import Allowance, allowance
 
     if sum(x is not None for x in (data, loader, partition)) != 1:
@@ -180,8 +204,24 @@ def node(
         policy.check_loader(loader)
         allowed = Allowance(allowance().packages | {*policy.allow_code}, CODE_REMEDY)
         allowed.need(loader.partition(":")[0].partition(".")[0], loader, "deploy node: --loader")
-    start_node(folder, superlink, {k: v for k, v in place.items() if v is not None}, warm=not cold)
+    if bundle is not None:
+        if processes.running(folder.resolve()):
+            raise ConfigError(f"deploy node: the node in {folder} is running. Stop it first: fedspan deploy stop.")
+        install_bundle(folder, bundle)
+    known = installed(folder)
+    where = superlink or (known.server if known is not None else None)
+    if where is None:
+        raise ConfigError("deploy node: --server must say where the server is; the bundle does not.")
+    for text in check_node_dates(folder) if (folder / "ca.crt").exists() else ():
+        note(text)
+    start_node(
+        folder,
+        check_address(where, "deploy node: --server"),
+        {k: v for k, v in place.items() if v is not None},
+        warm=not cold,
+    )
     say(f"{folder.name} is started. Its log: {folder / 'supernode.log'}; which runs it serves: {folder / 'node.toml'}.")
+    say(f"What a run finds to say about its data, to you alone: {folder / 'warnings.txt'}.")
 
 
 @deploy.command()
@@ -192,7 +232,9 @@ def run(
     deadline: Deadline = 600.0,
     quorum: Quorum = 0.5,
     over_selection: Over = 0.0,
-    norm_factor: Annotated[float, typer.Option("--norm-factor", help="Times the median norm that is refused.")] = 20.0,
+    norm_factor: Annotated[
+        float, typer.Option("--norm-factor", help="Times the median norm of a change that is refused.")
+    ] = 20.0,
     shape: Annotated[
         str | None, typer.Option("--shape", help="Shape of an example, with commas, where the source is not known.")
     ] = None,
@@ -201,16 +243,23 @@ def run(
     timeout: Wait = 86_400.0,
 ) -> None:
     """Order a run; one that was interrupted goes on after its last round."""
-    _needs_flower()
+    needs_flower()
     from fedspan.deploy.operations.deployment import Deployment, watch_run
+    from fedspan.deploy.operations.keys import check_server_dates
     from fedspan.deploy.policy import Policy
 
     made = Deployment(folder / "server")
     known = made.register()
-    config = _config(exp, [*(overrides or []), f"partition.clients={len(known)}"])
+    if made.clients < 2:
+        raise ConfigError(f"deploy run: a federation must have at least 2 places. Got {made.clients}.")
+    config = _config(exp, [*(overrides or []), f"partition.clients={made.clients}"])
     policy = Policy(deadline=deadline, quorum=quorum, over_selection=over_selection, norm_factor=norm_factor)
+    check_server_dates(made.folder)
+    _warn(config, made.clients)
     number = made.submit(config, _kind(config, None, shape), policy, fresh=fresh)
-    say(f"Run {number} is ordered: {config.method['name']}, {config.rounds} rounds, {len(known)} nodes.")
+    who = f"{len(known)} nodes in {made.clients} places"
+    say(f"Run {number} is ordered: {config.method['name']}, {config.rounds} rounds, {who}.")
+    announce_ends(made)
     if not detach:
         watch_run(made, config.name, number, timeout, _tell)
         _outcome(made.out(config.name))
@@ -218,17 +267,23 @@ def run(
 
 @deploy.command()
 def status(folder: Folder, as_json: Json = False) -> None:
-    """What runs, and how far the runs are: rounds, nodes, accuracy, bytes, refusals."""
-    _needs_flower()
+    """What runs, and how far: a federation's runs, nodes and refusals; a node's key, policy, last round and state."""
+    needs_flower()
+    from fedspan.deploy.node.node_status import is_node, node_status
+
+    if is_node(folder):
+        _show_node(node_status(folder), as_json)
+        return
     from fedspan.deploy.operations import processes
     from fedspan.deploy.operations.deployment import Deployment
 
-    made = Deployment(folder / "server")
+    made = Deployment(folder / "server" if (folder / "server").is_dir() else folder)
     parts = {p.name: processes.running(p) for p in sorted(folder.iterdir()) if p.is_dir()}
     names = sorted(p.parent.name for p in (folder / "server" / "runs").glob("*/status.json"))
     runs = {name: made.status(name) for name in names}
     if as_json:
         found = {"processes": {k: [e["name"] for e in v] for k, v in parts.items() if v}, "runs": runs}
+        found["places"] = places_of(made)
         typer.echo(json.dumps(found, indent=1))
         return
     for name, entries in parts.items():
@@ -236,12 +291,15 @@ def status(folder: Folder, as_json: Json = False) -> None:
             say(f"{name}: " + ", ".join(f"{e['name']} (pid {e['pid']})" for e in entries))
     if not any(parts.values()):
         say("Nothing of it runs on this machine.")
+    rows = [(p["place"], p["name"] or "", p["state"], p["expires"] or "", p["key"] or "") for p in places_of(made)]
+    show(table(["place", "node", "", "key until", "key"], rows, right=(0,)))
+    announce_ends(made)
     for name, body in runs.items():
         if body is not None:
             say(f"{name}: {body['state']}")
             _tell(body)
-            rows = [(k, v.get("examples"), v["answered"], v["refused"]) for k, v in body["nodes"].items()]
-            show(table(["node", "examples", "answers", "refused"], rows, right=(1, 2, 3)))
+            counts = [(k, v.get("examples"), v["answered"], v["refused"]) for k, v in body["nodes"].items()]
+            show(table(["node", "examples", "answers", "refused"], counts, right=(1, 2, 3)))
             for entry in body["refused"][-5:]:
                 say(f"  round {entry['round']}: {entry['why']}")
 
@@ -277,20 +335,22 @@ def proxy(
 def predict(
     folder: NodeFolder,
     data: Annotated[Path, typer.Option("--data", help="npz with x, and perhaps y to compare with.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Write classes (or values) as .npy.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write labels and probabilities (.npz, .csv), or labels alone (.npy).")
+    ] = None,
 ) -> None:
-    """Predict with a node's personal model, on the node, without the server."""
-    from fedspan.deploy.node.inference import predict_npz
+    """Predict with a node's personal model, on the node, without the server; labels are not needed."""
+    from fedspan.deploy.node.inference import check_out, predict_file, write_predictions
 
-    found, right = predict_npz(folder, data)
     if out is not None:
-        import numpy as np
-
-        np.save(user_path(out, "--out"), found)
+        check_out(user_path(out, "--out"))
+    found = predict_file(folder, data)
+    if out is not None:
+        write_predictions(out, found)
     else:
-        typer.echo("\n".join(map(str, found.tolist())))
-    if right is not None:
-        note(f"{100 * right:.2f} % right of {len(found)}.")
+        typer.echo("\n".join(map(str, found.labels.tolist())))
+    if found.right is not None:
+        note(f"{100 * found.right:.2f} % right of {len(found.labels)}.")
 
 
 @deploy.command()
@@ -311,11 +371,82 @@ def export(
 # ------------------------------------------------------------------------------------------------ parts
 
 
+def places_of(made: Deployment) -> list[dict[str, Any]]:
+    """The places of a federation, as they are shown."""
+    from fedspan.deploy.operations.keys import fingerprint
+    from fedspan.deploy.roster_file import read_places
+
+    return [
+        {
+            "place": i,
+            "name": p.name,
+            "state": p.state,
+            "expires": None if p.expires is None else f"{p.expires:%Y-%m-%d}",
+            "key": None if p.public_key is None else fingerprint(p.public_key),
+        }
+        for i, p in enumerate(read_places(made.folder).places)
+    ]
+
+
+def announce_ends(made: Deployment) -> None:
+    """Say what ends soon or has ended: the server's certificates, and nodes' keys."""
+    from fedspan.deploy.operations.keys import check_date, check_server_dates
+    from fedspan.deploy.roster_file import read_places
+
+    ends: list[Callable[[], list[str]]] = [partial(check_server_dates, made.folder)]
+    for p in read_places(made.folder).places:
+        if p.state == "admitted" and p.expires is not None:
+            what, remedy = f"the key of {p.name}", f"Renew it: fedspan deploy renew DIR {p.name}"
+            ends.append(partial(check_date, what, p.expires, remedy))
+    for check in ends:
+        try:
+            notes = check()
+        except ConfigError as e:
+            notes = [str(e)]
+        for text in notes:
+            note(text)
+
+
+def _show_node(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    policy = found["policy"]
+    allowed = policy if isinstance(policy, str) else ", ".join(f"{k} = {v}" for k, v in policy.items()) or "everything"
+    served = "none yet" if found["round"] is None else f"round {found['round']} of {found['run']}, {found['at']}"
+    connected = "yes" if found["connected"] else "no, no SuperNode runs" if found["server_reached"] else "no"
+    rows = [
+        ("key", found["key"] + (", a renewal is requested" if found["renewal"] else "")),
+        ("key until", found["expires"] or ("no date" if found["admitted"] else "not admitted yet")),
+        ("policy allows", allowed),
+        ("last round served", served),
+        ("state", f"{found['state'] or 'none'} ({size(found['state_bytes'])} in all)"),
+        ("processes", ", ".join(found["processes"]) or "none"),
+        ("server", found["server"] or "not known"),
+        ("connected", connected),
+    ]
+    say(f"{found['node']}:" if found["place"] is None else f"{found['node']}, place {found['place']}:")
+    show(table(["", ""], rows))
+    for text in [*found["notes"], *([found["fault"]] if found["fault"] else [])]:
+        note(text)
+
+
 def _config(exp: Path, overrides: Sequence[str]) -> RunConfig:
     from fedspan.config import load_config
-    from fedspan.deploy.experiment import deployable
+    from fedspan.deploy.experiment import deployable, with_defence
 
-    return deployable(load_config(exp, overrides).resolve())
+    config = deployable(load_config(exp, overrides).resolve())
+    if config.defence is None:
+        note("[defence] is on, as the file says nothing of it: simulate the run's config.toml for the same numbers.")
+    return with_defence(config)
+
+
+def _warn(config: RunConfig, clients: int) -> None:
+    """Say what is probably not meant, as far as it can be known without the nodes' data."""
+    from fedspan.simulation import warnings
+
+    for sentence in warnings.of_settings(config.only(config.method["name"]), clients, config.rounds):
+        note(sentence)
 
 
 def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind:
@@ -345,7 +476,9 @@ def _tell(body: dict[str, Any]) -> None:
     if body["seconds"] is not None:
         facts.append(f"{body['seconds']:.1f} s")
     refused = sum(v["refused"] for v in body["nodes"].values())
-    say("  " + ", ".join(facts) + (f"; {refused} refused" if refused else ""))
+    guard = body.get("defence") or {}
+    cut = [f"{guard[k]} {k}" for k in ("clipped", "capped") if guard.get(k)]
+    say("  " + "; ".join([", ".join(facts), *([f"{refused} refused"] if refused else []), *cut]))
 
 
 def _outcome(out: Path) -> None:

@@ -36,7 +36,7 @@ def method(name: Name) -> None:
         if path.exists():
             raise ConfigError(f"new method: {path} must not exist yet. Remove it, or choose another name.")
     for path, text in texts.items():
-        with path.open("x", encoding="utf-8") as file:
+        with path.open("x", encoding="utf-8", newline="\n") as file:
             file.write(text)
     say(f"Written: {', '.join(map(str, texts))}. Try:")
     for command in commands(name, cls):

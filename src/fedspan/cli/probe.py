@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import fedspan
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.learn.task import Task
-from fedspan.method import Abilities, Method, Ranked
+from fedspan.method import Abilities, Discloses, Method, Ranked
 from fedspan.method.fields import flat
 from fedspan.methods import METHODS, make
 from fedspan.models import build
@@ -66,6 +66,8 @@ def facts(name: str) -> dict[str, Any]:
         "weight": able.weight,
         "secure_aggregation": "no" if names(payload.each) or able.weight == "own" else able.secure_sum,
         "heterogeneous": "yes" if cls.about.any_model or issubclass(cls, Ranked) else "no",
+        "received": {path: list(t.shape) for path, t in tree.items(payload.mean | payload.each)},
+        "discloses": _disclosed(cls.about.discloses),
         "file": _file(cls),
         "fields": {k: _default(v) for k, v in flat(method).items()},
     }
@@ -114,6 +116,13 @@ def equations(cls: type[Method]) -> list[str]:
         if part.__module__.startswith("fedspan.methods."):
             found |= dict.fromkeys(re.findall(r"eq\. \([^)\n]{1,20}\)", inspect.getsource(part)))
     return sorted(found, key=lambda e: [int(n) for n in re.findall(r"\d+", e)])
+
+
+def _disclosed(declared: Discloses | None) -> dict[str, Any] | None:
+    """What a server can compute, as values and in words; None where a method does not say."""
+    return (
+        None if declared is None else {**asdict(declared), "words": declared.sentences, "keywords": declared.keywords}
+    )
 
 
 def _numbers(part: Any) -> int:

@@ -54,7 +54,7 @@ def report(runs: Runs, out: File = None, kind: Kind = TableFormat.html, title: T
     if out is None:
         typer.echo(text, nl=False)
     else:
-        out.write_text(text, encoding="utf-8")
+        out.write_text(text, encoding="utf-8", newline="\n")
         say(f"Table: {out}")
 
 

@@ -24,7 +24,7 @@ def run(
     exp: Experiment, overrides: Overrides = None, out: Out = None, fresh: Fresh = False, quiet: Quiet = False
 ) -> None:
     """Run one experiment; a run that was interrupted goes on where it was. Default directory: runs/NAME-SEED."""
-    from fedspan.cli.running import execute, finished
+    from fedspan.cli.running import data_changed, execute, finished
     from fedspan.config import load_config
 
     config = load_config(exp, overrides or [])
@@ -33,7 +33,8 @@ def run(
     config = config.resolve()
     where = directory(out, config.name, str(config.seed))
     if not fresh and finished(where, config) is not None:
-        note(f"{where} is finished already. --fresh starts over; more rounds (rounds=N) continue it.")
+        usual = f"{where} is finished already. --fresh starts over; more rounds (rounds=N) continue it."
+        note(data_changed(where, config) or usual)
     else:
         execute(config, where, fresh=fresh, quiet=quiet)
     say(outcome(json.loads((where / "result.json").read_text(encoding="utf-8"))))

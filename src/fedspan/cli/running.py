@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,29 @@ def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
+def data_changed(directory: Path, config: RunConfig) -> str | None:
+    """What to say of a finished run whose data are not those it was computed on; None if they are, or it is not known.
+
+    The data are read and hashed, nothing else is built or computed.
+    """
+    from fedspan.config import assemble_data
+    from fedspan.data.digest import data_digest
+    from fedspan.storage.checkpoint import recorded_identity
+
+    before = {k.removeprefix("data."): v for k, v in recorded_identity(directory / "checkpoints").items()}
+    try:
+        now = data_digest(assemble_data(config).to(config.train.torch_dtype))
+    except (FedspanError, OSError) as e:
+        return f"{directory}: the data it was computed on cannot be read now ({e}); the result is of those before."
+    other = [name for name, found in now.items() if name in before and before[name] != found]
+    if not other:
+        return None
+    return (
+        f"{directory}: the data have changed since ({', '.join(other)} differ), and the result is of those before;"
+        " --fresh computes it anew, or choose another directory with --out."
+    )
+
+
 def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, read_only: bool = False) -> Simulation:
     """The run that a configuration describes, as far as its directory has it."""
     from fedspan.config import assemble
@@ -55,6 +79,7 @@ def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, re
         config=config.recorded(),
         read_only=read_only,
         devices=config.devices,
+        defence=config.defence,
     )
 
 
@@ -76,8 +101,19 @@ def open_run(run: Path, who: str) -> tuple[RunConfig, Simulation]:
     return config, simulation
 
 
-def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: bool = False, label: str = "") -> None:
+def execute(
+    config: RunConfig,
+    directory: Path,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    label: str = "",
+    said: set[str] | None = None,
+) -> None:
     """Do what is left of a run; all of it is in the directory afterwards.
+
+    Args:
+        said: what the command has said of other runs, without their numbers, and need not say again.
 
     Raises:
         typer.Exit: with 130 after Ctrl-C; the state has been saved.
@@ -89,7 +125,7 @@ def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: b
     write_atomic(directory / "config.toml", to_toml(config))
     told = len(simulation.messages)
     for message in simulation.messages:
-        note(message)
+        _note_once(message, said)
     progress = simulation.record.progress
     shown = _Shown(label or config.method["name"], config.rounds, progress.round, _traffic(progress.totals), quiet)
     try:
@@ -100,6 +136,15 @@ def execute(config: RunConfig, directory: Path, *, fresh: bool = False, quiet: b
         raise typer.Exit(STOPPED) from None
     for message in simulation.messages[told:]:
         note(message)
+
+
+def _note_once(message: str, said: set[str] | None) -> None:
+    """Note a sentence; one about the data once for all runs, though seeds deal examples out a little differently."""
+    key = re.sub(r"[\d.,]*\d(e[+-]?\d+)?", "#", message) if message.startswith("Data: ") else message
+    if said is None or key not in said:
+        note(message)
+    if said is not None:
+        said.add(key)
 
 
 def _traffic(totals: Any) -> float:
@@ -146,26 +191,37 @@ class _Shown:
 
 
 def run_all(
-    jobs: Sequence[tuple[str, RunConfig, Path]], title: str, page: Path, *, fresh: bool = False, quiet: bool = False
+    jobs: Sequence[tuple[str, RunConfig, Path]],
+    title: str,
+    page: Path,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    after: Callable[[str, Path], None] | None = None,
 ) -> None:
     """Run a list of (label, configuration, directory), leaving out what is finished; then table and report page.
 
-    A run that diverges does not take the others with it: it is left out of the table, and the command fails at the end.
+    `after` is called for each run that is done, before table and page are made. A run that diverges does not take the
+    others with it: it is left out of the table, and the command fails at the end.
 
     Raises:
         Divergence: if any run diverged.
     """
     lost: list[str] = []
+    said: set[str] = set()
     for label, config, directory in jobs:
         if not fresh and finished(directory, config) is not None:
-            note(f"{label}: already finished in {directory}.")
+            note(data_changed(directory, config) or f"{label}: already finished in {directory}.")
             continue
         try:
-            execute(config, directory, fresh=fresh, quiet=quiet, label=label)
+            execute(config, directory, fresh=fresh, quiet=quiet, label=label, said=said)
         except Divergence as e:
             note(f"{label}: {e}")
             lost.append(label)
     done = [directory for label, _, directory in jobs if label not in lost]
+    for label, _, directory in jobs:
+        if after is not None and label not in lost:
+            after(label, directory)
     if done:
         conclude(done, page, title)
     if lost:

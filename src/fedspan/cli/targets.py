@@ -56,7 +56,7 @@ def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv =
     if any(r.reached < r.seeds for r in rows):
         say("Where not all seeds reached a target, means are over those that did, and flatter the method.")
     if csv is not None:
-        csv.write_text(of.to_csv(measure, rows), encoding="utf-8")
+        csv.write_text(of.to_csv(measure, rows), encoding="utf-8", newline="\n")
         say(f"Table: {csv}")
     if drawn is not None:
         say(f"Figure: {save(lambda: of.figure(found, wanted), drawn)}")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from fedspan.config.overrides import apply_overrides
 from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, known_shape
 from fedspan.data import FederatedData, Source, load, partition
+from fedspan.data.partitions.kinds import groups_known_by, knows_groups
 from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.learn.task import Task
 from fedspan.method import Method
@@ -20,13 +21,13 @@ from fedspan.method.named_code import is_spec
 from fedspan.methods import METHODS, find_method, make
 from fedspan.models.build import is_language
 from fedspan.randomness import torch_seed
+from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices, assign
 from fedspan.simulation.identity import of_config
 from fedspan.simulation.settings import Settings
 from fedspan.storage.toml import checked, parse_toml, plain, read_small, short, write_toml
 
-# Kinds of partition that know the true groups, and the most examples each known source can have.
-_GROUPED = ("permuted-groups", "label-groups", "domains")
+# The most examples each known source can have.
 _EXAMPLES = {"digits": 1_797, "mnist": 70_000, "fashion-mnist": 70_000, "cifar10": 60_000, "cifar100": 60_000}
 _EXAMPLES |= {"svhn": 99_289, "tiny-imagenet": 110_000}
 
@@ -48,6 +49,8 @@ class RunConfig:
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
     train: Settings = field(default_factory=Settings)
     devices: Devices = field(default_factory=Devices)
+    defence: Defence | None = None
+    """How uploads are judged; if nothing is said a simulation believes them all, and `fedspan deploy` writes it in."""
 
     def __post_init__(self) -> None:
         safe_name(self.name, "Config: name")
@@ -90,9 +93,9 @@ class RunConfig:
     def only(self, name: str, compared: Iterable[str] = ()) -> Method:
         """The method of that name with its fields from `[method]` and `[methods.NAME]`."""
         method = make(name, **self.fields_of(name, compared)[0])
-        if method.about.needs_groups and self.partition.kind not in _GROUPED:
+        if method.about.needs_groups and not knows_groups(self.partition.kind, self.partition.options):
             raise ConfigError(
-                f"Method {name}: the partition must know the groups of its clients ({', '.join(_GROUPED)})."
+                f"Method {name}: the partition must know the groups of its clients ({groups_known_by()})."
                 f" Got '{self.partition.kind}'."
             )
         if self.model.kinds and not method.about.any_model:
@@ -121,9 +124,10 @@ class RunConfig:
                 "methods": self.methods,
                 "train": dataclasses.asdict(self.train),
                 "devices": plain(dataclasses.asdict(self.devices)) if self.devices != Devices() else {},
+                "defence": {} if self.defence is None else dataclasses.asdict(self.defence),
             }
         )
-        for table, key in ((values["data"], "columns"), (values, "methods"), (values, "devices")):
+        for table, key in ((values["data"], "columns"), (values, "methods"), (values, "devices"), (values, "defence")):
             if not table[key]:
                 del table[key]
         return values
@@ -161,7 +165,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     for key in values:
         if key not in known:
             raise ConfigError(f"Config: unknown key '{key[:60]}'.{nearest(key[:60], known)}")
-    for key in ("data", "partition", "model", "method", "methods", "train", "devices"):
+    for key in ("data", "partition", "model", "method", "methods", "train", "devices", *values.keys() & {"defence"}):
         if not isinstance(values.setdefault(key, {}), dict):
             raise ConfigError(f"Config: {key} must be a section ([{key}]). Got {short(values[key])}.")
     if not isinstance(values["name"], str):
@@ -176,12 +180,13 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         raise ConfigError(f"Method: name must be a string. Got {short(values['method']['name'])}.")
     values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
     return RunConfig(
-        **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices")},
+        **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices", "defence")},
         data=build(DataConfig, values["data"], "Data"),
         partition=_open_ended(PartitionConfig, values["partition"], "Partition"),
         model=_open_ended(ModelConfig, values["model"], "Model"),
         train=build(Settings, values["train"], "Train"),
         devices=build(Devices, values["devices"], "Devices"),
+        defence=build(Defence, values["defence"], "Defence") if "defence" in values else None,
     )
 
 

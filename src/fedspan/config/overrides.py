@@ -13,11 +13,13 @@ from typing import Any
 
 from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig
 from fedspan.data import PARTITIONS
+from fedspan.data.partitions.kinds import TEXTS
 from fedspan.errors import ConfigError
 from fedspan.method.fields import fits, keys_of
 from fedspan.method.named_code import is_spec
 from fedspan.methods import METHODS, find_method
 from fedspan.models import MODELS
+from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices
 from fedspan.simulation.settings import Settings
 from fedspan.storage.toml import parse_value, short
@@ -28,6 +30,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "train": Settings,
     "devices": Devices,
+    "defence": Defence,
 }
 OPTIONS: dict[type, Mapping[str, Any]] = {PartitionConfig: PARTITIONS, ModelConfig: MODELS}
 """Sections whose further keys are options of their kind."""
@@ -95,7 +98,8 @@ def _section_hint(cls: type, section: Mapping[str, Any], keys: tuple[str, ...]) 
         yield known[keys[0]].hint
     else:  # an option of the section's kind, which is what its default is
         found = OPTIONS[cls].get(str(section.get("kind"))) if cls in OPTIONS else None
-        yield from (str,) if found is not None and isinstance(found.options.get(keys[0]), str) else ()
+        text = found is not None and (isinstance(found.options.get(keys[0]), str) or keys[0] in TEXTS)
+        yield from (str,) if text else ()
 
 
 def _shared_hint(values: Mapping[str, Any], key: str) -> Iterator[Any]:

@@ -13,6 +13,8 @@ from fedspan.data.federated import FederatedData, Index
 from fedspan.errors import ConfigError, DataError
 
 _SHADES = " ░▒▓█"
+_BAR = "▏▎▍▌▋▊▉█"
+_MOST_GROUPS = 20
 
 
 def label_counts(data: FederatedData, part: str = "train") -> Index:
@@ -75,7 +77,17 @@ def _summary(data: FederatedData) -> list[str]:
     if data.relabel is not None:
         lines.append(f"classes are named in {len(torch.unique(data.relabel, dim=0))} different ways")
     if data.groups is not None:
-        lines.append(f"{len(torch.unique(data.groups))} true groups of clients")
+        sizes = torch.bincount(data.groups)
+        sizes = sizes[sizes > 0]
+        each = f" ({':'.join(map(str, sizes.tolist()))})" if len(sizes) <= _MOST_GROUPS else ""
+        lines.append(f"{len(sizes)} {'true' if data.membership is None else 'main'} groups of clients{each}")
+    if data.membership is not None:
+        main = data.membership.max(1).values
+        lines.append(
+            f"clients mix {data.membership.shape[1]} groups; share of the main one: {float(main.mean()):.2f} mean"
+        )
+    if data.group_names and len(data.group_names) <= _MOST_GROUPS:
+        lines.append(f"groups see their examples: {', '.join(data.group_names)}")
     lines.append(f"tested on: {judged_by(data)}")
     return lines
 
@@ -94,7 +106,8 @@ def judged_by(data: FederatedData) -> str:
 def text_picture(data: FederatedData, width: int = 80, height: int = 40) -> str:
     """Clients × labels as block shades (darker = a larger share of that client's examples), and a summary below.
 
-    Of more than `height` clients an even sample is shown; neighbouring labels share a column where `width` is short.
+    Where sizes differ much a bar shows them; where groups are known a second field shows who belongs to which. Of more
+    than `height` clients an even sample is shown; neighbouring labels share a column where `width` is short.
     """
     if width < 30 or height < 1:
         raise ConfigError(f"Picture: width must be >= 30 and height >= 1. Got {width} and {height}.")
@@ -103,7 +116,10 @@ def text_picture(data: FederatedData, width: int = 80, height: int = 40) -> str:
     shown = np.unique(np.linspace(0, data.clients - 1, min(height, data.clients)).round().astype(np.int64))
     name_width = min(16, max(6, *(len(data.names[i]) for i in shown)))
     n_width = max(5, len(str(data.sizes.max())))
-    room = width - name_width - n_width - 4
+    bars = _bars(data.sizes) if width >= 60 and data.sizes.max() > 2 * data.sizes.min() else None
+    belongs = _membership(data) if width >= 60 else None
+    aside = (0 if bars is None else len(bars[0]) + 1) + (0 if belongs is None else belongs.shape[1] + 1)
+    room = width - name_width - n_width - 4 - aside
     columns = min(data.classes, room)
     cell = max(1, min(3, room // columns))
     edges = np.linspace(0, data.classes, columns + 1).round().astype(np.int64)
@@ -111,13 +127,33 @@ def text_picture(data: FederatedData, width: int = 80, height: int = 40) -> str:
     share = np.add.reduceat(counts, edges[:-1], axis=1) / counts.sum(1, keepdims=True)
     # Square root: small shares stay visible beside a client that has one class only.
     level = np.ceil(np.sqrt(share / share.max()) * (len(_SHADES) - 1)).astype(np.int64)
-    lines = [f"{'client':<{name_width}} {'n':>{n_width}}  labels 0..{data.classes - 1}"]
+    head = f"labels 0..{data.classes - 1}"
+    if belongs is not None:
+        head = f"{head:<{columns * cell}} {'group' if belongs.shape[1] < 6 else 'groups'}"
+    gap = "" if bars is None else " " * (len(bars[0]) + 1)
+    lines = [f"{'client':<{name_width}} {'n':>{n_width}} {gap} {head}"]
     for k, i in enumerate(shown):
         bar = "".join(_SHADES[v] * cell for v in level[k])
-        lines.append(f"{data.names[i][:name_width]:<{name_width}} {data.sizes[i]:>{n_width}} │{bar}│")
+        size = "" if bars is None else bars[i] + " "
+        group = "" if belongs is None else "".join(_SHADES[v] for v in belongs[i]) + "│"
+        lines.append(f"{data.names[i][:name_width]:<{name_width}} {data.sizes[i]:>{n_width}} {size}│{bar}│{group}")
     if len(shown) < data.clients:
         lines.append(f"({len(shown)} of {data.clients} clients shown)")
     return "\n".join([*lines, *_summary(data)])
+
+
+def _bars(sizes: Index, width: int = 8) -> list[str]:
+    """Sizes as bars of equal width; the largest one fills it."""
+    eighths = np.maximum(1, np.rint(8 * width * sizes / sizes.max()).astype(np.int64))
+    return [("█" * (e // 8) + (_BAR[e % 8 - 1] if e % 8 else "")).ljust(width) for e in eighths.tolist()]
+
+
+def _membership(data: FederatedData) -> Index | None:
+    """Clients × groups as levels of shade; None without groups, or with too many of them."""
+    if data.groups is None or int(data.groups.max()) >= _MOST_GROUPS:
+        return None
+    share = torch.nn.functional.one_hot(data.groups).double() if data.membership is None else data.membership
+    return np.asarray(np.ceil(np.sqrt(share.numpy()) * (len(_SHADES) - 1) - 0.5), np.int64)
 
 
 def figure(data: FederatedData, path: str | Path) -> Path:

@@ -38,6 +38,10 @@ class FederatedData:
     names: list[str] = field(default_factory=list)
     class_names: list[str] = field(default_factory=list)
     source: str = "arrays"
+    membership: Tensor | None = None
+    """Where clients mix groups: each one's shares of them [clients, groups]; `groups` is then its main group."""
+    group_names: list[str] = field(default_factory=list)
+    """How each group sees its examples, where that differs."""
 
     def __post_init__(self) -> None:
         if not self.validation:

@@ -18,6 +18,7 @@ from fedspan.method import Abilities, Capacity, Federation, Method
 from fedspan.models.build import is_language
 from fedspan.randomness import key, normal
 from fedspan.simulation import identity
+from fedspan.simulation.defence import Defence
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.settings import Settings
 from fedspan.storage.toml import parse_toml
@@ -51,6 +52,7 @@ class Experiment:
     name: str
     config: dict[str, Any]
     text: str = ""
+    defence: Defence = Defence()
 
     @property
     def key(self) -> str:
@@ -86,7 +88,8 @@ def read_experiment(text: str, data: FederatedData | DataKind) -> Experiment:
     config = read_config(text)
     given = data if isinstance(data, FederatedData) else stand_in(data, 1, config.seed)
     method, task, _ = assemble(config, given)
-    return Experiment(method, task, config.seed, config.train, config.rounds, config.name, config.recorded(), text)
+    told, guard = config.recorded(), config.defence or Defence()
+    return Experiment(method, task, config.seed, config.train, config.rounds, config.name, told, text, guard)
 
 
 def read_config(text: str) -> RunConfig:
@@ -113,6 +116,14 @@ def deployable(config: RunConfig) -> RunConfig:
         if got != getattr(usual, name):
             raise ConfigError(f"Deploy: train.{name} is for simulations. Got {got!r}; leave it out.")
     return config
+
+
+def with_defence(config: RunConfig) -> RunConfig:
+    """The configuration that is deployed: where a file says nothing of a defence, it is on.
+
+    What is deployed is written out whole, so that simulating the written file gives the same numbers.
+    """
+    return config if config.defence is not None else replace(config, defence=Defence(rule="clip"))
 
 
 def kind_of(config: RunConfig) -> DataKind | None:

@@ -22,7 +22,7 @@ class Policy:
     over_selection: Annotated[float, Ge(0), Le(10)] = 0.0
     """Share of clients asked beyond those wanted, against stragglers; the first answers count."""
     norm_factor: Annotated[float, Ge(1), Le(math.inf)] = 20.0
-    """An upload whose norm is so many times the median of all is refused."""
+    """An upload is refused whose change from what was sent has so many times the median norm of all."""
     wait: Annotated[float, Ge(0), Le(86_400)] = 300.0
     """Seconds to wait for nodes to connect before a round, until a quorum is there."""
     poll: Annotated[float, Ge(0.01), Le(60)] = 0.3

@@ -154,7 +154,7 @@ def instruction_data(
         client_names=who,
     )
     dealt = partition(pool, kind, clients, seed, split, validation, test, **options)
-    if dealt.relabel is not None:
+    if dealt.relabel is not None or dealt.membership is not None:
         raise ConfigError(f"Partition: kind '{kind}' renames labels, which token rows do not have. Use another kind.")
     return replace(dealt, y=rows.y, classes=len(tokenizer), class_names=[])
 

@@ -9,6 +9,7 @@ from fedspan.method.capabilities import (
     Cautions,
     Coded,
     Converts,
+    Judged,
     Lifts,
     Newcomer,
     Observed,
@@ -16,6 +17,7 @@ from fedspan.method.capabilities import (
     Ranked,
     norm_of_state,
 )
+from fedspan.method.disclosure import Discloses
 from fedspan.method.panels import Findings, Panel, Seen
 from fedspan.method.protocol import (
     About,
@@ -42,9 +44,11 @@ __all__ = [
     "ClientInfo",
     "Coded",
     "Converts",
+    "Discloses",
     "Down",
     "Federation",
     "Findings",
+    "Judged",
     "Lifts",
     "Method",
     "Newcomer",

@@ -81,6 +81,17 @@ class Ranked(Converts, Lifts):
         return None
 
 
+class Judged:
+    """Uploads are compared with something else than the parts of the download that have their names."""
+
+    def unchanged(self, sent: Sent, down: Tree) -> Tree:
+        """What the upload of a client would be that changes nothing, by the upload's names.
+
+        A defence judges the difference. What is missing here, or of another shape, is judged as it is: gradients, sums.
+        """
+        return down
+
+
 class Coded:
     """Parts of the payload are written on the wire in another form."""
 
@@ -192,7 +203,7 @@ def norm_of_state(server: Tree) -> float:
     return math.sqrt(float(tree.squared_norm({k: part for k, part in server.items() if k != "optimizer"})))
 
 
-class _Without(Announces, Ranked, Coded, Adapts, Observed, Cautions):
+class _Without(Announces, Ranked, Judged, Coded, Adapts, Observed, Cautions):
     """What a method does that has none of them."""
 
 
@@ -207,6 +218,7 @@ class Abilities:
         self.announces: Announces = method if isinstance(method, Announces) else _WITHOUT
         self.converts: Converts = method if isinstance(method, Converts) else _WITHOUT
         self.ranked: Ranked = method if isinstance(method, Ranked) else _WITHOUT
+        self.judged: Judged = method if isinstance(method, Judged) else _WITHOUT
         self.coded: Coded = method if isinstance(method, Coded) else _WITHOUT
         self.adapts: Adapts = method if isinstance(method, Adapts) else _WITHOUT
         self.observed: Observed = method if isinstance(method, Observed) else _WITHOUT

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fedspan.learn.batches import Amount, Batches, Epochs
 from fedspan.learn.task import Task
+from fedspan.method.disclosure import Discloses
 from fedspan.method.fields import check
 from fedspan.tree import EMPTY, Tree
 
@@ -161,11 +162,16 @@ class About:
     """Whether clients may have models of different kinds, with heads of one shape."""
     yardstick: Yardstick | None = None
     """What others are measured by it; never inherited: what extends a yardstick is a method like others."""
+    discloses: Discloses | None = None
+    """What a server can compute from an upload; never inherited: what extends a method may send more. None: unknown."""
 
     def over(self, base: About) -> About:
         """This, with what it leaves out from `base`."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        return About(**{f.name: getattr(base, f.name) for f in fields(base) if f.name != "yardstick"} | given)
+        return About(**{f.name: getattr(base, f.name) for f in fields(base) if f.name not in _OWN} | given)
+
+
+_OWN = frozenset({"yardstick", "discloses"})  # what a method says of itself alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +192,7 @@ class Method:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         base = next(b.__dict__["about"] for b in cls.__mro__[1:] if "about" in b.__dict__)
-        if "about" in cls.__dict__ or base.yardstick is not None:
+        if "about" in cls.__dict__ or any(getattr(base, name) is not None for name in _OWN):
             cls.about = cls.__dict__.get("about", About()).over(base)
 
     def __post_init__(self) -> None:
@@ -201,7 +207,7 @@ class Method:
         raise TypeError(f"{type(self).__name__}: init_server must be defined.")
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
-        """One client's private state before its first round; it never leaves the client."""
+        """One client's private state before its first round; of it nothing is sent but what `client_update` sends."""
         return {}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:

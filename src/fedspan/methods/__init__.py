@@ -15,6 +15,8 @@ BUILT_IN: dict[str, str] = {
     "local": "fedspan.methods.local:Local",
     "fedavg": "fedspan.methods.fedavg:FedAvg",
     "fedprox": "fedspan.methods.fedavg:FedProx",
+    "fedavg-ft": "fedspan.methods.fine_tuning:FedAvgFineTuned",
+    "fedavg-head": "fedspan.methods.fine_tuning:FedAvgHead",
     "fedper": "fedspan.methods.fedper:FedPer",
     "fedrep": "fedspan.methods.fedrep:FedRep",
     "fedbabu": "fedspan.methods.fedbabu:FedBabu",

@@ -22,6 +22,7 @@ from fedspan.method import (
     Capacity,
     Cautions,
     ClientInfo,
+    Discloses,
     Down,
     Federation,
     Observed,
@@ -53,7 +54,11 @@ class AmhtLrs(Averaging, Adapts, Observed, Cautions):
     the entries holds whatever it is.
     """
 
-    about = About(family="pfl-mf", reference="Pal et al., AISTATS 2024")
+    about = About(
+        family="pfl-mf",
+        reference="Pal et al., AISTATS 2024",
+        discloses=Discloses(labels="set", model="nothing", private=("w",), examples=False, resembles=True),
+    )
 
     weighting: Literal["samples", "uniform"] = "uniform"
     private_head: bool = False

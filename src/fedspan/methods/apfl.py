@@ -13,7 +13,7 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.sgd import gradient, is_statistic
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Fraction, NonNegative
 from fedspan.tree import Params, Tree
 
@@ -30,7 +30,10 @@ class Apfl(Sharing):
     Kept: v and alpha (and h, the private head of w if `private_head`). Sent: theta.
     """
 
-    about = About(reference="Deng et al., 2020")
+    about = About(
+        reference="Deng et al., 2020",
+        discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
+    )
 
     alpha: Fraction = 0.5
     """α at the start, the share of the local model in the personal one."""

@@ -13,7 +13,20 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.task import Task
-from fedspan.method import About, Begins, Capacity, Cautions, Down, Federation, Observed, Round, Sent, Sharing, Visit
+from fedspan.method import (
+    About,
+    Begins,
+    Capacity,
+    Cautions,
+    Discloses,
+    Down,
+    Federation,
+    Observed,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+)
 from fedspan.method.fields import AtLeast1, Count, Decay
 from fedspan.tree import Tree
 
@@ -36,7 +49,10 @@ class Cfl(Sharing, Observed, Cautions):
     `private_head`. Sent: delta, each client's own.
     """
 
-    about = About(reference="Sattler et al., IEEE TNNLS 2021")
+    about = About(
+        reference="Sattler et al., IEEE TNNLS 2021",
+        discloses=Discloses(labels="set", model="whole", examples=False, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 

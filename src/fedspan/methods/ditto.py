@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import About, Cautions, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, Cautions, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
@@ -23,7 +23,10 @@ class Ditto(Sharing, Cautions):
     the global model if `private_head`). Sent: theta.
     """
 
-    about = About(reference="Li et al., ICML 2021")
+    about = About(
+        reference="Li et al., ICML 2021",
+        discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
+    )
 
     lam: NonNegative = 1.0
     """λ, how strongly the personal model is held to the global one; 0 is local training."""

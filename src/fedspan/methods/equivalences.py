@@ -17,6 +17,22 @@ class Line(NamedTuple):
 
 LINES: tuple[Line, ...] = (
     Line(("fedprox",), "FedProx(mu = 0) = FedAvg", "test_limits::test_fedprox_without_its_term_is_fedavg"),
+    Line(
+        ("fedavg-ft", "fedavg-head"),
+        "FedAvg + fine-tuning(no epochs) = FedAvg + head(no epochs) = FedAvg",
+        "test_limits::test_fedavg_that_is_not_fitted_is_fedavg_bit_for_bit",
+    ),
+    Line(
+        ("fedavg-ft",),
+        "FedAvg + fine-tuning(the run's epochs): predictor = FedAvg trained once more",
+        "test_limits::test_fine_tuning_is_one_more_local_round",
+        condition="on the same minibatches",
+    ),
+    Line(
+        ("fedavg-head", "fedavg-ft"),
+        "FedAvg + head(all layers are the head) = FedAvg + fine-tuning",
+        "test_limits::test_a_head_that_is_all_of_the_model_is_fine_tuning",
+    ),
     Line(("fedper",), "FedPer(no private head) = FedAvg", "test_limits::test_fedper_without_a_head_is_fedavg"),
     Line(
         ("fedper",),

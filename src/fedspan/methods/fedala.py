@@ -12,7 +12,7 @@ from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Batches, Epochs, Portion
 from fedspan.learn.sgd import gradient_and_value
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Count, Fraction, NonNegative
 from fedspan.tree import Params, Tree
 
@@ -31,7 +31,10 @@ class FedAla(Sharing):
     head if `private_head`). Sent: theta.
     """
 
-    about = About(reference="Zhang et al., AAAI 2023")
+    about = About(
+        reference="Zhang et al., AAAI 2023",
+        discloses=Discloses(labels="set", model="whole", private=("theta",), examples=True, resembles=True),
+    )
 
     top: Count = 2
     """How many of the last parameter tensors are blended entry by entry; those below come from the global model."""

@@ -13,7 +13,7 @@ from fedspan.learn.batches import Amount, Batch, Batches, Epochs
 from fedspan.learn.server_optimizer import ServerOptimizer
 from fedspan.learn.sgd import Loss
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit, named_layers
+from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit, named_layers
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
@@ -31,7 +31,10 @@ class FedSim(Sharing):
     corrected, as in published code. Kept: h. Sent: theta.
     """
 
-    about = About(reference="Pillutla et al., ICML 2022")
+    about = About(
+        reference="Pillutla et al., ICML 2022",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     private_head: bool = True
     server: ServerOptimizer = SERVER
@@ -60,7 +63,10 @@ class FedAlt(Sharing):
     Kept: h. Sent: theta.
     """
 
-    about = About(reference="Pillutla et al., ICML 2022")
+    about = About(
+        reference="Pillutla et al., ICML 2022",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     private_head: bool = True
     server: ServerOptimizer = SERVER

@@ -15,7 +15,7 @@ from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs
 from fedspan.learn.class_features import class_matrix, class_means, members
 from fedspan.learn.sgd import gradient, sgd
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.bases import weight_by_field
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
@@ -39,6 +39,7 @@ class FedAs(Sharing):
         needs_classes=True,
         weight=lambda m: "own" if m.fisher else weight_by_field(m),
         weight_bound=math.inf,  # a trace has no natural bound; one that is not finite stops the run
+        discloses=Discloses(labels="set", model="likeness", private=("theta",), examples=False, resembles=True),
     )
 
     private_head: bool = True

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import About, Cautions, Sent, Sharing, Visit, Yardstick
+from fedspan.method import About, Cautions, Discloses, Sent, Sharing, Visit, Yardstick
 from fedspan.method.fields import NonNegative
 from fedspan.tree import Params, Tree
 
@@ -23,7 +23,11 @@ class FedAvg(Sharing):
     Kept: h. Sent: theta. Running statistics of batch normalisation are averaged with the parameters.
     """
 
-    about = About(reference="McMahan et al., AISTATS 2017", yardstick=Yardstick("common", "FedAvg"))
+    about = About(
+        reference="McMahan et al., AISTATS 2017",
+        yardstick=Yardstick("common", "FedAvg"),
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 
@@ -39,7 +43,10 @@ class FedProx(Sharing, Cautions):
     mu = μ, h = the private head if `private_head`. Kept: h. Sent: theta. Running statistics are averaged, as in FedAvg.
     """
 
-    about = About(reference="Li et al., MLSys 2020")
+    about = About(
+        reference="Li et al., MLSys 2020",
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 

@@ -9,7 +9,7 @@ from typing import Literal
 from fedspan import tree
 from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import About, Sent, Sharing, Visit
+from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count
 from fedspan.tree import Params, Tree
 
@@ -23,7 +23,10 @@ class FedBabu(Sharing):
     used and thrown away. Kept: running statistics only. Sent: theta.
     """
 
-    about = About(reference="Oh et al., ICLR 2022")
+    about = About(
+        reference="Oh et al., ICLR 2022",
+        discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
+    )
 
     private_head: bool = False
     """Plays no part: the head is never sent."""

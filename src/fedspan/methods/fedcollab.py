@@ -23,6 +23,7 @@ from fedspan.method import (
     Announces,
     Capacity,
     ClientInfo,
+    Discloses,
     Down,
     Federation,
     Observed,
@@ -54,7 +55,11 @@ class FedCollab(Sharing, Announces, Observed):
     There a held-out part can be used for the shares; here they are those of the training examples, its default.
     """
 
-    about = About(reference="Bao et al., ICML 2023", needs_classes=True)
+    about = About(
+        reference="Bao et al., ICML 2023",
+        needs_classes=True,
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 

@@ -14,7 +14,19 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batches, Epochs, Validation
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Observed, Round, Sent, Sharing, Visit
+from fedspan.method import (
+    About,
+    Capacity,
+    ClientInfo,
+    Discloses,
+    Down,
+    Federation,
+    Observed,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+)
 from fedspan.method.fields import Count, Fraction, NonNegative
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
@@ -31,7 +43,10 @@ class FedFomo(Sharing, Observed):
     Kept: theta (and h, the private head if `private_head`). Sent: theta and w. Clients see each other's models.
     """
 
-    about = About(reference="Zhang et al., ICLR 2021")
+    about = About(
+        reference="Zhang et al., ICLR 2021",
+        discloses=Discloses(labels="set", model="whole", private=("theta",), examples=False, resembles=True),
+    )
 
     weighting: Literal["samples", "uniform"] = "uniform"
     models: Count = 5

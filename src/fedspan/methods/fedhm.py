@@ -24,6 +24,7 @@ from fedspan.method import (
     Capacity,
     Coded,
     Converts,
+    Discloses,
     Down,
     Federation,
     Observed,
@@ -104,6 +105,7 @@ class FedHM(InParts, Sharing, Shrinks, Ranked, Observed):
         reference="Yao et al., 2021",
         secure_sum=lambda m: "no" if max(m.rhos) > 1 else "yes",  # the server multiplies each client's factors
         weight=lambda m: weight_by_field(m) if m.temperature is None else "own",
+        discloses=Discloses(labels="set", model="whole", examples=False, resembles=True),
     )
 
     local_stats: ClassVar[bool] = False
@@ -219,7 +221,11 @@ class FedLMT(InParts, Sharing, Shrinks, Converts):
     statistics included), U and V.
     """
 
-    about = About(family="fedhm", reference="Liu et al., ICML 2024")
+    about = About(
+        family="fedhm",
+        reference="Liu et al., ICML 2024",
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 
@@ -271,6 +277,7 @@ class FedDLR(InParts, Sharing, Coded):
         family="fedhm",
         reference="Qiao et al., 2021",
         secure_sum="no",  # the server multiplies each client's triples
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
     )
 
     local_stats: ClassVar[bool] = False

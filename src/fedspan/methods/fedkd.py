@@ -14,7 +14,7 @@ from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.sgd import gradient
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Coded, Federation, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Coded, Discloses, Federation, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, NonNegative, Positive, Share
 from fedspan.randomness import key, uniform
 from fedspan.tree import Params, Tree
@@ -36,7 +36,12 @@ class FedKd(Sharing, Coded):
     none). Kept: v and W (and h, the mentee's private head if `private_head`). Sent: theta.
     """
 
-    about = About(reference="Wu et al., Nature Communications 2022", any_model=True, needs_classes=True)
+    about = About(
+        reference="Wu et al., Nature Communications 2022",
+        any_model=True,
+        needs_classes=True,
+        discloses=Discloses(labels="set", model="likeness", examples=False, resembles=True),
+    )
 
     weighting: Literal["samples", "uniform"] = "uniform"
     distill: NonNegative = 1.0

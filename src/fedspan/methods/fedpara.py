@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from fedspan.errors import ConfigError
 from fedspan.layers import Hadamard, Plain, Which, choose, convert, part, structured
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, Converts, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Converts, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Fraction
 from fedspan.tree import Tree
 
@@ -90,7 +90,11 @@ class FedPara(Sharing, Converts):
     Jacobian regularisation is left out.
     """
 
-    about = About(family="fedpara", reference="Hyeon-Woo et al., ICLR 2022")
+    about = About(
+        family="fedpara",
+        reference="Hyeon-Woo et al., ICLR 2022",
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     form: HadamardForm = HadamardForm()
     """How weights become products."""
@@ -112,7 +116,11 @@ class PFedPara(Sharing, Converts):
     the rest.
     """
 
-    about = About(family="fedpara", reference="Hyeon-Woo et al., ICLR 2022")
+    about = About(
+        family="fedpara",
+        reference="Hyeon-Woo et al., ICLR 2022",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     form: HadamardForm = HadamardForm()
     """How weights become products."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedspan.learn.task import Task
-from fedspan.method import About, Sent, Sharing, Visit, named_layers
+from fedspan.method import About, Discloses, Sent, Sharing, Visit, named_layers
 from fedspan.tree import Tree
 
 
@@ -17,7 +17,10 @@ class FedPer(Sharing):
     names start with one of `personal_layers`. Kept: h. Sent: theta.
     """
 
-    about = About(reference="Arivazhagan et al., 2019")
+    about = About(
+        reference="Arivazhagan et al., 2019",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     private_head: bool = True
     personal_layers: tuple[str, ...] = ()
@@ -40,7 +43,11 @@ class LgFedAvg(Sharing):
     The paper starts from a model trained by FedAvg; here training starts from the common initialisation.
     """
 
-    about = About(reference="Liang et al., 2020", any_model=True)
+    about = About(
+        reference="Liang et al., 2020",
+        any_model=True,
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     private_head: bool = False
     """Plays no part: the head is what is shared."""

@@ -14,7 +14,20 @@ from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs, rows_of
 from fedspan.learn.class_features import class_matrix, class_means
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
-from fedspan.method import About, Adapts, Capacity, ClientInfo, Coded, Down, Federation, Round, Sent, Training, Visit
+from fedspan.method import (
+    About,
+    Adapts,
+    Capacity,
+    ClientInfo,
+    Coded,
+    Discloses,
+    Down,
+    Federation,
+    Round,
+    Sent,
+    Training,
+    Visit,
+)
 from fedspan.method.fields import AtLeast1, NonNegative
 from fedspan.randomness import fold, generator, key, torch_seed
 from fedspan.tree import Params, Tree
@@ -39,6 +52,7 @@ class FedProto(Training, Coded, Adapts):
         any_model=True,
         needs_classes=True,
         weight="one",  # rows carry their own weights
+        discloses=Discloses(labels="set", model="nothing", examples=True, class_means=True, resembles=True),
     )
 
     lam: NonNegative = 1.0
@@ -114,7 +128,10 @@ class FedTgp(FedProto):
     script has λ = 10 (their code's default is 1), 100 server epochs and τ = 100.
     """
 
-    about = About(reference="Zhang et al., AAAI 2024")
+    about = About(
+        reference="Zhang et al., AAAI 2024",
+        discloses=Discloses(labels="set", model="nothing", examples=False, class_means=True, resembles=True),
+    )
 
     weighting: Literal["samples", "uniform"] = "samples"
     """Plays no part: every upload counts alike."""

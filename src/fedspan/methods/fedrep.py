@@ -8,7 +8,7 @@ from typing import Literal
 
 from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import About, Sent, Sharing, Visit
+from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count
 from fedspan.tree import Tree
 
@@ -22,7 +22,10 @@ class FedRep(Sharing):
     head fixed; what is fixed is not touched by momentum or weight decay.
     """
 
-    about = About(reference="Collins et al., ICML 2021")
+    about = About(
+        reference="Collins et al., ICML 2021",
+        discloses=Discloses(labels="set", model="part", examples=False, resembles=True),
+    )
 
     private_head: bool = True
     weighting: Literal["samples", "uniform"] = "uniform"

@@ -15,7 +15,19 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import All, Amount, Batch, Epochs
 from fedspan.learn.class_features import class_matrix, members
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Observed, Round, Sent, Sharing, Visit
+from fedspan.method import (
+    About,
+    Capacity,
+    ClientInfo,
+    Discloses,
+    Down,
+    Federation,
+    Observed,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+)
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
 
@@ -44,7 +56,11 @@ class Flute(Sharing, Observed):
     not on the server. Sent: theta; h and c, each client's own.
     """
 
-    about = About(reference="Liu, Shen and Yang, NeurIPS 2024", needs_classes=True)
+    about = About(
+        reference="Liu, Shen and Yang, NeurIPS 2024",
+        needs_classes=True,
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     private_head: bool = True
     """Must be true, as every client has a head of its own."""

@@ -14,13 +14,13 @@ from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.batches import All, Amount, Batches, Epochs
 from fedspan.learn.sgd import mean_gradient
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Discloses, Down, Federation, Judged, Round, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1
 from fedspan.tree import Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ifca(Sharing):
+class Ifca(Sharing, Judged):
     """IFCA. Ghosh et al., NeurIPS 2020, Algorithm 1.
 
     Symbols: theta = the models θ_j stacked over `clusters` k, s = the one-hot vector of the model a client chose.
@@ -35,7 +35,10 @@ class Ifca(Sharing):
     Settled with the published code: uniform means, τ full-batch local steps, random starts, the choice by mean loss.
     """
 
-    about = About(reference="Ghosh et al., NeurIPS 2020")
+    about = About(
+        reference="Ghosh et al., NeurIPS 2020",
+        discloses=Discloses(labels="set", model="whole", examples=False, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 
@@ -72,6 +75,14 @@ class Ifca(Sharing):
             new = self.fit(task.loss, theta | client["h"], visit["train"])
         theta, h = self.split(task, new)
         return {"h": h}, Sent(weight=self.weigh(visit), each={"theta": theta, "s": s})
+
+    def unchanged(self, sent: Sent, down: Tree) -> Tree:
+        """Return the model of the cluster that the client chose."""
+        return {"theta": tree.take(down["theta"], sent.each["s"].to(torch.int64).argmax())}
+
+    def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
+        # Whichever model it chooses then is the one it made.
+        return {"theta": tree.map(lambda old, new: new.expand_as(old), down["theta"], sent.each["theta"])}
 
     def _choice(self, task: Task, client: Tree, down: Tree, stream: Batches) -> tuple[Tensor, Params]:
         """The model with the least loss on a client's examples: its one-hot vector and its parameters."""

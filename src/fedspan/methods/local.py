@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Round, Sent, Training, Visit, Yardstick
+from fedspan.method import (
+    About,
+    Capacity,
+    ClientInfo,
+    Discloses,
+    Down,
+    Federation,
+    Round,
+    Sent,
+    Training,
+    Visit,
+    Yardstick,
+)
 from fedspan.tree import Tree
 
 
@@ -19,7 +31,12 @@ class Local(Training):
     table had the same local work. Kept: theta. Sent: nothing.
     """
 
-    about = About(reference="no exchange", any_model=True, yardstick=Yardstick("alone", "training alone"))
+    about = About(
+        reference="no exchange",
+        any_model=True,
+        yardstick=Yardstick("alone", "training alone"),
+        discloses=Discloses(labels="nothing", model="nothing", examples=True, resembles=False),
+    )
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         return {}

@@ -14,7 +14,7 @@ from fedspan import tree
 from fedspan.layers import Which, choose, in_head, part
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.task import Task
-from fedspan.method import About, ClientInfo, Sent, Sharing, Visit
+from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Count, NonNegative, Positive
 from fedspan.randomness import fold, key, normal
 from fedspan.tree import Params, Tree
@@ -39,7 +39,10 @@ class LrBpfl(Sharing):
     alone.
     """
 
-    about = About(reference="Zhang et al., AISTATS 2025")
+    about = About(
+        reference="Zhang et al., AISTATS 2025",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     rank: AtLeast1 = 4
     """r, the rank of a client's mask."""

@@ -12,7 +12,7 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, Down, Federation, Round, Sent, Sharing, Visit, Yardstick
+from fedspan.method import About, Capacity, Discloses, Down, Federation, Round, Sent, Sharing, Visit, Yardstick
 from fedspan.tree import Tree
 
 
@@ -24,15 +24,20 @@ class Oracle(Sharing):
     group = the group of each client. Kept: h, the private head if `private_head`. Sent: theta, each client's own.
     """
 
-    about = About(reference="yardstick", needs_groups=True, yardstick=Yardstick("told", "knowing the groups"))
+    about = About(
+        reference="yardstick",
+        needs_groups=True,
+        yardstick=Yardstick("told", "knowing the groups"),
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 
     def init_server(self, task: Task, federation: Federation) -> Tree:
         if federation.groups is None:
             raise ConfigError(
-                "Oracle: the partition must know the groups of its clients. Got none; use permuted-groups, label-groups"
-                " or domains, or choose another method."
+                "Oracle: the partition must know the groups of its clients. Got none; use permuted-groups,"
+                " shifted-groups, label-groups or domains, or choose another method."
             )
         groups = int(federation.groups.max()) + 1
         theta = super().init_server(task, federation)["theta"]

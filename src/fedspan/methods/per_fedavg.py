@@ -12,7 +12,7 @@ from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Epochs, Steps
 from fedspan.learn.sgd import Loss, gradient, hessian_product, sgd
 from fedspan.learn.task import Task
-from fedspan.method import About, Sent, Sharing, Visit
+from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count, NonNegative, Positive
 from fedspan.tree import Params, Tree
 
@@ -28,7 +28,10 @@ class PerFedAvg(Sharing):
     theta.
     """
 
-    about = About(reference="Fallah et al., NeurIPS 2020")
+    about = About(
+        reference="Fallah et al., NeurIPS 2020",
+        discloses=Discloses(labels="set", model="likeness", examples=False, resembles=True),
+    )
 
     weighting: Literal["samples", "uniform"] = "uniform"
     variant: Literal["first-order", "hessian-free", "exact"] = "first-order"

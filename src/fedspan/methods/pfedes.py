@@ -15,7 +15,19 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Amount, Batch, Epochs
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.task import Task
-from fedspan.method import About, Adapts, Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method import (
+    About,
+    Adapts,
+    Averaging,
+    Capacity,
+    ClientInfo,
+    Discloses,
+    Down,
+    Federation,
+    Round,
+    Sent,
+    Visit,
+)
 from fedspan.method.fields import AtLeast1, Fraction, NonNegative
 from fedspan.randomness import torch_seed
 from fedspan.tree import Params, Tree
@@ -31,7 +43,11 @@ class PFedEs(Averaging):
     Kept: theta. Sent: g.
     """
 
-    about = About(reference="Yi et al., 2023", any_model=True)
+    about = About(
+        reference="Yi et al., 2023",
+        any_model=True,
+        discloses=Discloses(labels="set", model="nothing", examples=True, resembles=True),
+    )
 
     private_head: bool = False
     """Plays no part: the whole model is private."""
@@ -104,7 +120,12 @@ class PFedAfm(Averaging, Adapts):
     the server averages w. Kept: theta, alpha (and stats, w's running statistics). Sent: w.
     """
 
-    about = About(reference="Yi et al., 2024", any_model=True, needs_classes=True)
+    about = About(
+        reference="Yi et al., 2024",
+        any_model=True,
+        needs_classes=True,
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     private_head: bool = False
     """Plays no part: the whole model is private."""

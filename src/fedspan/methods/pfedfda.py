@@ -17,7 +17,7 @@ from fedspan.learn.batches import All, Amount, Batches, Epochs
 from fedspan.learn.class_features import class_matrix, members
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
-from fedspan.method import About, Capacity, ClientInfo, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, ClientInfo, Discloses, Down, Federation, Round, Sent, Sharing, Visit
 from fedspan.method.fields import Fraction, NonNegative
 from fedspan.randomness import key, uniform
 from fedspan.tree import Params, Tree
@@ -44,7 +44,11 @@ class PFedFda(Sharing):
     anew under the newest body. Kept: beta. Sent: theta, mu and S.
     """
 
-    about = About(reference="McLaughlin and Su, NeurIPS 2024", needs_classes=True)
+    about = About(
+        reference="McLaughlin and Su, NeurIPS 2024",
+        needs_classes=True,
+        discloses=Discloses(labels="set", model="part", examples=True, class_means=True, resembles=True),
+    )
 
     lr: NonNegative = 0.01
     private_head: bool = False

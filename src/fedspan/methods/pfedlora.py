@@ -11,7 +11,7 @@ from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.optimizer import Schedule
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import About, Capacity, Converts, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Converts, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Count, NonNegative
 from fedspan.tree import Tree
 
@@ -47,7 +47,11 @@ class PFedLoRAJoint(Sharing, Converts):
     factorised, running statistics included, h = L, U and the head if `private_head`. Kept: h. Sent: theta.
     """
 
-    about = About(family="fedloru", reference="Wu et al., 2024")
+    about = About(
+        family="fedloru",
+        reference="Wu et al., 2024",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 
@@ -77,7 +81,11 @@ class PFedLoRA(Sharing, Converts):
     there. Kept: h. Sent: theta.
     """
 
-    about = About(family="fedloru", reference="Wu et al., 2024")
+    about = About(
+        family="fedloru",
+        reference="Wu et al., 2024",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     local_stats: ClassVar[bool] = False
 

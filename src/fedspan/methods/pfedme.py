@@ -12,7 +12,7 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import About, Announces, Cautions, ClientInfo, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import About, Announces, Cautions, ClientInfo, Discloses, Federation, Round, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, Fraction, NonNegative, Positive
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
@@ -29,7 +29,10 @@ class PFedMe(Sharing, Cautions):
     theta.
     """
 
-    about = About(reference="T. Dinh et al., NeurIPS 2020")
+    about = About(
+        reference="T. Dinh et al., NeurIPS 2020",
+        discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
+    )
 
     lr: NonNegative = 0.05
     """η, the learning rate of a client's copy of the global model."""
@@ -85,7 +88,10 @@ class L2gd(Sharing, Announces):
     `private_head`). Sent: theta.
     """
 
-    about = About(reference="Hanzely and Richtárik, 2020")
+    about = About(
+        reference="Hanzely and Richtárik, 2020",
+        discloses=Discloses(labels="set", model="whole", private=("theta",), examples=True, resembles=True),
+    )
 
     lam: NonNegative = 1.0
     """λ, how strongly the clients' models are pulled to their mean."""

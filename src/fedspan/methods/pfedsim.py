@@ -18,6 +18,7 @@ from fedspan.method import (
     Capacity,
     Cautions,
     ClientInfo,
+    Discloses,
     Down,
     Federation,
     Observed,
@@ -42,7 +43,10 @@ class PFedSim(Sharing, Announces, Observed, Cautions):
     Sent: theta during the warm-up, then theta and h, each client's own.
     """
 
-    about = About(reference="Tan et al., 2023")
+    about = About(
+        reference="Tan et al., 2023",
+        discloses=Discloses(labels="set", model="whole", private=("h",), examples=True, resembles=True),
+    )
 
     warmup_rounds: Count = 30
     """Rounds of FedAvg before every client has a model of its own: the paper's ρT."""

@@ -15,7 +15,7 @@ from fedspan.layers import Principal, Which, choose, convert, in_head, part, tri
 from fedspan.layers.decay import fit_decayed
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import About, Capacity, Down, Federation, Observed, Ranked, Round, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, Discloses, Down, Federation, Observed, Ranked, Round, Sent, Sharing, Visit
 from fedspan.method.factored import Shares, need_sgd
 from fedspan.method.fields import NonNegative, Share
 from fedspan.randomness import fold, key, uniform
@@ -40,6 +40,7 @@ class PriSM(Sharing, Ranked, Observed):
     about = About(
         reference="Niu et al., TMLR 2023",
         secure_sum="no",  # the server must see who had which triples
+        discloses=Discloses(labels="set", model="whole", examples=False, resembles=True),
     )
 
     local_stats: ClassVar[bool] = False

@@ -15,7 +15,7 @@ from fedspan import tree
 from fedspan.layers import Dictionary, Plain, Which, choose, convert, part, parts, structured
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import About, Capacity, ClientInfo, Converts, Sent, Sharing, Visit
+from fedspan.method import About, Capacity, ClientInfo, Converts, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import AtLeast1, NonNegative, Positive
 from fedspan.randomness import fold, uniform
 from fedspan.tree import Params, Tree
@@ -41,7 +41,10 @@ class Waffle(Sharing, Converts):
     starts (probabilities `start`, W as varied as plain layers') and which z predicts.
     """
 
-    about = About(reference="Hao et al., IEEE Access 2022")
+    about = About(
+        reference="Hao et al., IEEE Access 2022",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     factors: AtLeast1 | None = None
     """F, the number of factors in a layer's dictionary; the smaller side of its weight if not given."""

@@ -14,6 +14,7 @@ from fedspan.errors import FedspanError
 from fedspan.report import paired
 from fedspan.report.assets import asset, digest, packed_plotly, plotly
 from fedspan.report.canvas import inline_svg
+from fedspan.report.given import section
 from fedspan.report.measures import ClientValue, clients
 from fedspan.report.narrative import headline, summary
 from fedspan.report.palette import Look, looks, themes
@@ -104,7 +105,7 @@ def page(runs: Sequence[Run], title: str | None = None, live: Live | None = None
 <h2>Results</h2>
 <div id="results">{parts["results"]}</div>
 </section>
-<section>
+{section(groups)}<section>
 <h2>Figures</h2>
 <noscript><p class="note">Figures need JavaScript; all numbers are in the tables.</p></noscript>
 <p class="note" id="no-figures" hidden>The figures could not be drawn; all numbers are in the tables.</p>

@@ -27,6 +27,8 @@ _NEEDED: dict[str, type] = {
 _SILENT = {"name", "data.root", "method.name", "out", "workers", "train.workers", "train.memory_mb"}
 _SILENT |= {"train.evaluate_after"}
 _DEPTH = 3
+TRIALS = "tuning"
+"""A folder beside runs whose runs only served to choose values."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,8 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def _search(path: Path, depth: int, inside: list[Path], waiting: list[Path]) -> None:
-    for child in sorted((p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")), key=_natural):
+    inner = (p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and p.name != TRIALS)
+    for child in sorted(inner, key=_natural):
         if (child / "result.json").is_file():
             inside.append(child)
         elif (child / "metrics.jsonl").is_file():

@@ -183,7 +183,8 @@ class RoundDriver(ABC):
         server = None
         if got.enough:
             dtype = self.settings.torch_dtype
-            server = advance(self.method, r.server, t, got, sizes=self.transport.sizes, dtype=dtype)
+            sizes = r.defence.capped_sizes(self.transport.sizes)
+            server = advance(self.method, r.server, t, got, sizes=sizes, dtype=dtype)
         common, news = r.common, None
         if server is not None:
             r.progress.last_norm = self._watch(t, server)

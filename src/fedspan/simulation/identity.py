@@ -18,7 +18,9 @@ from fedspan.simulation.settings import Settings
 FREE_SECTIONS = frozenset({"name", "rounds"})
 """Of a configuration: what a run is called, and how many rounds it shall have; more rounds go on with the same run."""
 
-FREE_SETTINGS = frozenset({"evaluate_after", "workers", "checkpoint_every", "checkpoint_seconds", "memory_mb"})
+FREE_SETTINGS = frozenset(
+    {"evaluate_after", "workers", "start_method", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
+)
 """Of `Settings`: how and where a run is carried out and saved, and what is measured besides."""
 
 GIVEN = frozenset({"train", "method", "methods"})
@@ -35,7 +37,13 @@ def of_settings(settings: Settings) -> dict[str, Any]:
 
 def of_config(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The sections of a configuration that can change the numbers of a round."""
-    return {**{k: v for k, v in config.items() if k not in FREE_SECTIONS}, "train": of_settings(settings)}
+    kept = {k: v for k, v in config.items() if k not in FREE_SECTIONS and not _says_nothing(k, v)}
+    return {**kept, "train": of_settings(settings)}
+
+
+def _says_nothing(section: str, values: Any) -> bool:
+    """Whether a section is one without which the numbers are the same: a defence that is off."""
+    return section == "defence" and (not values or values["rule"] == "none")
 
 
 def of_run(

@@ -15,17 +15,17 @@ from torch import Tensor
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData, Index
 from fedspan.errors import Divergence
-from fedspan.method import Capacity
+from fedspan.method import Capacity, Sent
+from fedspan.simulation import defence
+from fedspan.simulation.defence import Bounds, DefenceHistory, Measured
 from fedspan.simulation.devices import Clock, Cost, Devices, largest, measure
 from fedspan.simulation.engine import Engine, chunk_size
 from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped
 from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum
-from fedspan.simulation.workers import Executor, Job, Meta, available_cores, can_fork, executor_of
+from fedspan.simulation.workers import Executor, Job, Meta, available_cores, executor_of, forks
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
-
-ONE_PROCESS = "Simulator: workers are forked on Linux only; train.workers is taken as 1 here, with the same numbers."
 
 
 class LocalTransport:
@@ -42,15 +42,23 @@ class LocalTransport:
 
     def __init__(self, engine: Engine, record: Record, devices: Devices | None = None) -> None:
         self.engine, self.record, self.settings = engine, record, record.settings
+        self.defence = record.defence
         self.data: FederatedData = engine.data
         self.capacities = record.capacities
         self.parameters = sum(p.numel() for p in engine.task.init().values())
         timed = devices is not None and devices.timed
         self.clock = Clock(devices, self._cost) if devices is not None and timed else None
         self._executor: Executor | None = None
+        self._shared: dict[int, Tree] = {}  # what clients of a capacity were last sent in common
         self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
         self._trained: list[tuple[list[int], Tree, Tree]] = []  # clients, what they had, what they have after the round
         self._replaced: list[tuple[list[int], Tree]] = []  # clients, and what they had before `keep`
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a spawned worker needs to handle chunks: all but what only this process may touch."""
+        here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_trained": [], "_replaced": []}
+        here["_shared"] = {}
+        return self.__dict__ | here
 
     @property
     def sizes(self) -> Index:
@@ -61,15 +69,11 @@ class LocalTransport:
     def executor(self) -> Executor:
         """Runs chunks; made when first needed."""
         if self._executor is None:
-            workers = self.settings.workers or available_cores()
-            if not can_fork():
-                if (self.settings.workers or 1) > 1 and ONE_PROCESS not in self.record.messages:
-                    self.record.messages.append(ONE_PROCESS)
-                workers = 1
-            if workers > 1 and self.engine.mapping == "vmap":
+            workers, method = self.settings.workers, self.settings.start_method
+            if (workers or available_cores()) > 1 and self.engine.mapping == "vmap" and forks(method):
                 # torch.func.grad imports this when first called, which takes seconds: once here, not in every worker.
                 importlib.import_module("torch._dynamo")
-            self._executor = executor_of(self._handle, workers, self.record.messages.append)
+            self._executor = executor_of(self._handle, workers, self.record.messages.append, method)
         return self._executor
 
     def advice(self) -> str:
@@ -94,18 +98,39 @@ class LocalTransport:
         lost = dropped(list(sampled), self.settings, self.engine.seed, t)
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
         jobs = self._jobs("train", t, going, ledger, {i: len(self.data.train[i]) for i in going}, Direction.DOWN)
+        usual = DefenceHistory(self.defence, self.record.progress.usual)
         for job in jobs:
             job.meta["answering"] = [i not in lost for i in job.meta["ids"]]
+            job.meta["bounds"] = usual.before
         got, self._trained, self._replaced = Collected(sampled), [], []
         now: dict[int, Capacity] = {}
         up: Counter[Capacity] = Counter()
+        waiting: list[tuple[Job, Meta, Tree]] = []
+        measured: list[Measured] = []
+        cuts: dict[int, dict[str, float]] = {}
+        bounds: Bounds = usual.before
         for job, meta, answer in self._finite(t, jobs):
             capacity = self.capacities[job.meta["capacity"]]
             now |= dict.fromkeys(job.meta["ids"], capacity)
             ledger.add_names(Direction.UP, meta["bytes"])
             up[capacity] += sum(meta["bytes"].values())
             self._trained.append((job.meta["ids"], job.data["rows"], answer["rows"]))
-            got.add(meta["answered"], meta["weights"], answer["each"], answer["total"])
+            measured += [Measured(values) for values in meta["measured"]]
+            cuts |= dict(meta["cut"])
+            if meta["held"] or waiting:  # chunks are added up in their order, whichever must wait
+                waiting.append((job, meta, answer))
+            else:
+                got.add(meta["answered"], meta["weights"], answer["each"], answer["total"])
+        if waiting:
+            bounds = usual.with_round(measured)
+            for job, meta, answer in waiting:
+                if meta["held"]:
+                    meta, answer = self._judged_late(job, meta, answer, bounds)
+                    cuts |= dict(meta["cut"])
+                got.add(meta["answered"], meta["weights"], answer["each"], answer["total"])
+        if self.defence.on:
+            usual.note(measured)
+            got.facts["defence"] = defence.said(bounds, cuts, self.data.names)
         if self.clock is not None:
             got.facts["clock"] = self._time(self.clock, now, got.weights, up)
         return got
@@ -197,6 +222,7 @@ class LocalTransport:
         ledger.add_names(direction, alike, times=len(ids))
         ledger.add_names(direction, single)
         self._down[capacity] = sum(alike.values()) + sum(single.values()) / len(ids)
+        self._shared[c] = shared
         self.executor.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
         return own
 
@@ -220,9 +246,34 @@ class LocalTransport:
             wire.check_weights(tree.take(sent.weights, k), who=who, bound=bound)
         sizes = wire.count(sent.parts)
         sizes |= {k: int(v[heard].sum()) for k, v in answer.coded.items()}
-        facts = {"bad": [], "answered": names, "weights": sent.weight.tolist(), "bytes": sizes}
+        facts = {"bad": [], "answered": names, "bytes": sizes, "measured": [], "cut": [], "held": False}
+        own = data["own"] if len(heard) == len(ids) else tree.take(data["own"], heard)
+        sent = self._arrived(t, names, sent, broadcast["shared"], own)
+        if self.defence.on and names:
+            downs = defence.downloads(broadcast["shared"], own, len(names))
+            measured = [defence.measure(able, tree.take(sent, k), down) for k, down in enumerate(downs)]
+            facts["measured"] = [one.values for one in measured]
+            if not all(one.known(meta["bounds"]) for one in measured):
+                return facts | {"held": True}, {"rows": answer.rows, "sent": sent._asdict(), "own": own}
+            judged = defence.judge(able, names, sent, downs, measured, meta["bounds"])
+            sent, facts["cut"] = judged.sent, list(judged.cut.items())
         total = partial_sum(able, sent, broadcast["shared"], capacity)
+        facts["weights"] = sent.weight.tolist()
         return facts, {"rows": answer.rows, "total": total, "each": sent.each}
+
+    def _arrived(self, t: int, ids: list[int], sent: Sent, shared: Tree, own: Tree) -> Sent:
+        """Uploads of a chunk as they reach the server: as they were sent, unless a study lets some clients lie."""
+        return sent
+
+    def _judged_late(self, job: Job, meta: Meta, answer: Tree, bounds: Bounds) -> tuple[Meta, Tree]:
+        """A chunk that had to wait until its whole round was in, judged and added up."""
+        c, able, sent = job.meta["capacity"], self.engine.able, Sent(**answer["sent"])
+        downs = defence.downloads(self._shared[c], answer["own"], len(meta["answered"]))
+        measured = [Measured(values) for values in meta["measured"]]
+        judged = defence.judge(able, meta["answered"], sent, downs, measured, bounds)
+        total = partial_sum(able, judged.sent, self._shared[c], self.capacities[c])
+        facts = {**meta, "weights": judged.sent.weight.tolist(), "cut": list(judged.cut.items())}
+        return facts, {"each": judged.sent.each, "total": total}
 
     # ------------------------------------------------------------------------------------------------ simulated clock
 

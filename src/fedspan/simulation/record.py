@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from fedspan.method.fields import flat
 from fedspan.method.promises import need_tensors
 from fedspan.methods import name_of
 from fedspan.simulation import identity
+from fedspan.simulation.defence import Defence, Values
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.environment import Span, credit, differences_on_resume, versions
 from fedspan.simulation.settings import Settings
@@ -43,6 +44,7 @@ class Progress:
     last_norm: float = 0.0
     notes: list[str] = field(default_factory=list)  # what a person should still be told after resuming
     spans: list[Span] = field(default_factory=list)  # which rounds were computed with which versions
+    usual: list[Values] = field(default_factory=list)  # recent norms and weights, for the defence
     deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
 
     @property
@@ -57,6 +59,7 @@ class Record:
     Args:
         config: the configuration as it is kept with the results, with what else decides the numbers.
         clients: whether the clients' private states are here too; in a deployment they never are.
+        defence: how uploads are judged; not at all if not given.
 
     Attributes:
         levels: of every client the capacities it may have in some round, what it can afford first.
@@ -75,7 +78,9 @@ class Record:
         fresh: bool,
         read_only: bool = False,
         clients: bool = True,
+        defence: Defence | None = None,
     ) -> None:
+        self.defence = defence or Defence()
         self.news: dict[str, Tree] = {}
         self.settings, self.out, self.federation, self.read_only = settings, out, federation, read_only
         self._level = engine.able.ranked.level
@@ -97,6 +102,7 @@ class Record:
                 mapping=engine.mapping,
                 data=data_digest(engine.data),
                 model={"fingerprint": engine.task.fingerprint()},
+                **({"defence": asdict(self.defence)} if self.defence.on else {}),
             )
             self.directory = RunDirectory(out / "checkpoints", decides, read_only=read_only)
             try:

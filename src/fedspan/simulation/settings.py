@@ -49,6 +49,8 @@ class Settings:
     """Clients in one piece of work; chosen by the sizes of round and model if not given."""
     workers: AtLeast1 | None = None
     """Processes that share the clients of a round; one for each core at hand if not given."""
+    start_method: Literal["auto", "fork", "spawn"] = "auto"
+    """How those processes begin: as forks (Linux only) or as new interpreters; `auto` forks where that is safe."""
     checkpoint_every: AtLeast1 = 1
     """Rounds from one checkpoint to the next."""
     checkpoint_seconds: NonNegative = 2.0

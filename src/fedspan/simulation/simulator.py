@@ -26,6 +26,7 @@ from fedspan.method import Federation, Method
 from fedspan.method.fields import build, flat
 from fedspan.methods import name_of
 from fedspan.simulation import warnings
+from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.engine import Engine, choose_mapping, mapping_fault
@@ -46,6 +47,7 @@ class Simulation(RoundDriver):
         config: the configuration to keep with the results.
         read_only: only look at a run that is there; nothing is locked or written.
         devices: what clients would compute with; rounds are then timed as if on them (`clock` in the history).
+        defence: how uploads are judged; not at all if not given.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Simulation(RoundDriver):
         config: dict[str, Any] | None = None,
         read_only: bool = False,
         devices: Devices | None = None,
+        defence: Defence | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -79,7 +82,9 @@ class Simulation(RoundDriver):
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
-        record = Record(engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only)
+        record = Record(
+            engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence
+        )
         super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
         if not read_only:
             self.messages.extend([*fallback, *warnings.before_run(method, self.data, rounds)])
@@ -92,13 +97,7 @@ class Simulation(RoundDriver):
 
     def _stepped(self, line: Line) -> None:
         """Tell once that the losses have exploded; the note stays with the run."""
-        progress = self.record.progress
-        if "loss" not in line or any(said.startswith(warnings.EVALUATION) for said in progress.notes):
-            return
-        sentence = warnings.exploded(self.task, self.data, line["round"], line["loss"]["mean"])
-        if sentence is not None:
-            progress.notes.append(sentence)
-            self.messages.append(sentence)
+        self.messages.extend(warnings.exploded_first(self.task, self.data, line, self.record.progress.notes))
 
     def personal(self, client: int) -> tuple[Task, Tree]:
         """The task and the weights client `client` predicts with now."""
@@ -139,6 +138,7 @@ def simulate(
     out: str | Path | None = None,
     fresh: bool = False,
     on_round: OnRound | None = None,
+    defence: Defence | None = None,
     **settings: Any,
 ) -> Result:
     """Simulate a federation on this machine.
@@ -147,6 +147,7 @@ def simulate(
         model: a module (its weights are the common start), a function that builds one (seeded by `seed`), or a `Task`.
         clients: `FederatedData`, or one (x, y) pair per client, split 75/25 inside each client.
         out: a run directory; a run found there is resumed, unless `fresh`.
+        defence: how uploads are judged, e.g. `Defence(rule="clip")`; not at all if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)
@@ -156,7 +157,9 @@ def simulate(
         kind = "regression" if data.classes is None else "classification"
         model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)  # type: ignore[arg-type]
     path = None if out is None else Path(out)
-    sim = Simulation(method, model, data, rounds=rounds, seed=seed, settings=chosen, out=path, fresh=fresh)
+    sim = Simulation(
+        method, model, data, rounds=rounds, seed=seed, settings=chosen, out=path, fresh=fresh, defence=defence
+    )
     return sim.run(on_round)
 
 
@@ -167,7 +170,7 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
     if method.about.needs_groups and data.groups is None:
         raise ConfigError(
             f"{type(method).__name__}: the partition must know the groups of its clients; use permuted-groups,"
-            " label-groups or domains, or choose another method."
+            " shifted-groups, label-groups or domains, or choose another method."
         )
     if settings.evaluate_part == "validation" and not any(len(v) for v in data.validation):
         raise ConfigError("Train: evaluate_part='validation' needs a validation part: set partition.validation > 0.")

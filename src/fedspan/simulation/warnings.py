@@ -7,6 +7,8 @@ that was made anyway, never in a loop over batches or clients.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,13 +40,17 @@ _TRIAL_CLIENTS = 3
 
 def before_run(method: Method, data: FederatedData, rounds: int) -> list[str]:
     """Everything that can be said before the first round."""
-    found = (
-        scales_apart(data),
-        label_outside(data),
-        too_many_directions(method, data.clients),
-        not_begun(method, rounds),
-        overshooting(method),
-    )
+    return [*of_data(data), *of_settings(method, data.clients, rounds)]
+
+
+def of_data(data: FederatedData) -> list[str]:
+    """What examples and labels show; a node asks it of its own, and tells nobody else."""
+    return [sentence for sentence in (scales_apart(data), label_outside(data)) if sentence is not None]
+
+
+def of_settings(method: Method, clients: int, rounds: int) -> list[str]:
+    """What can be known without data, as by the server of a deployment."""
+    found = (too_many_directions(method, clients), not_begun(method, rounds), overshooting(method))
     return [sentence for sentence in found if sentence is not None]
 
 
@@ -128,6 +134,16 @@ def exploded(task: Task, data: FederatedData, round: int, loss: float) -> str | 
         f"{EVALUATION} after round {round}: the mean loss is {loss:.3g}, far beyond that of a model that knows nothing;"
         " training explodes: lower method.lr, or standardise features and targets."
     )
+
+
+def exploded_first(task: Task, data: FederatedData, line: Mapping[str, Any], notes: list[str]) -> list[str]:
+    """The same of a line of the metrics, unless it is among the run's notes, to which it is added."""
+    if "loss" not in line or any(said.startswith(EVALUATION) for said in notes):
+        return []
+    sentence = exploded(task, data, line["round"], line["loss"]["mean"])
+    found = [] if sentence is None else [sentence]
+    notes += found
+    return found
 
 
 def explodes_alone(task: Task, data: FederatedData, lr: float, batch_size: int | None) -> str | None:

@@ -1,8 +1,8 @@
 """Executors: who runs the chunks of a round on one machine, this process or worker processes.
 
-Worker processes are forked once, fed over sockets, one thread each: two single-threaded processes use two cores fully;
-threads would wait for each other (interpreter lock, page faults). Trees travel as safetensors bytes. With one worker
-everything runs in this process, which is also the way to debug.
+Worker processes are forked once (or spawned, see `spawned_workers`), fed over sockets, one thread each: two
+single-threaded processes use two cores fully; threads would wait for each other (interpreter lock, page faults). Trees
+travel as safetensors bytes. With one worker everything runs in this process, which is also the way to debug.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
-from fedspan.errors import FedspanError
+from fedspan.errors import ConfigError, FedspanError
 from fedspan.storage.malloc import keep_freed_memory
 from fedspan.tree import EMPTY, Tree
 from fedspan.wire import framing, pack, unpack
@@ -30,6 +30,8 @@ from fedspan.wire import framing, pack, unpack
 Meta: TypeAlias = dict[str, Any]
 ChunkHandler: TypeAlias = Callable[[Meta, Tree, Tree], tuple[Meta, Tree]]
 """(what to do, its own tree, the broadcast tree) → (what happened, a tree)."""
+
+StartMethod: TypeAlias = Literal["auto", "fork", "spawn"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Job:
 
 MOST_DEATHS = 3
 """Workers that one job may end before it is given up."""
+
+PATIENCE = 10.0
+"""Seconds of work in this process before workers are spawned that nobody asked for: their start takes seconds too."""
 
 
 class WorkerError(RuntimeError):
@@ -99,9 +104,45 @@ def can_fork() -> bool:
     return sys.platform == "linux" and hasattr(os, "fork")
 
 
-def executor_of(handler: ChunkHandler, workers: int, told: Callable[[str], None] | None = None) -> Executor:
-    """Worker processes, or this one where one is enough or none can be forked."""
-    return Pool(handler, workers, told) if workers > 1 and can_fork() else InProcess(handler)
+def forks(method: StartMethod) -> bool:
+    """Whether workers are forks of this process; otherwise they are spawned.
+
+    Raises:
+        ConfigError: if forks are asked for and cannot be had.
+    """
+    if method == "fork" and not can_fork():
+        raise ConfigError("Train: start_method='fork' needs Linux; use 'auto' or 'spawn', with the same numbers.")
+    return method != "spawn" and can_fork()
+
+
+def executor_of(
+    handler: ChunkHandler,
+    workers: int | None,
+    told: Callable[[str], None] | None = None,
+    method: StartMethod = "auto",
+) -> Executor:
+    """Worker processes, or this one where one is enough.
+
+    Args:
+        workers: one for each core if None.
+        told: hears what became of workers.
+
+    Raises:
+        ConfigError: in a worker that is being started, when a module it imports runs a simulation.
+    """
+    if Pool.forbidden:
+        raise ConfigError(
+            "Simulator: a worker must not start a simulation of its own; put what a module runs when it is imported"
+            ' under if __name__ == "__main__":'
+        )
+    number = workers or available_cores()
+    if number == 1:
+        return InProcess(handler)
+    if forks(method):
+        return Pool(handler, number, told)
+    from fedspan.simulation.spawned_workers import SpawnedPool  # imports what only this needs
+
+    return SpawnedPool(handler, number, told, PATIENCE if workers is None else 0.0)
 
 
 @dataclass
@@ -120,6 +161,9 @@ class WorkerProcess:
             return
         self.ended = True
         self.sock.close()
+        self._kill()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -135,6 +179,9 @@ class Pool(InProcess):
     Args:
         told: hears a sentence for every worker that was replaced.
     """
+
+    forbidden = False
+    """Whether this process is a worker that is being started."""
 
     def __init__(self, handler: ChunkHandler, workers: int, told: Callable[[str], None] | None = None) -> None:
         super().__init__(handler)
@@ -158,8 +205,7 @@ class Pool(InProcess):
         if len(jobs) <= 1:
             yield from super().run(jobs)
             return
-        while len(self._processes) < self.workers:
-            self._processes.append(self._start())
+        self._fill()
         done: dict[int, tuple[Meta, Tree]] = {}
         waiting = deque(range(len(jobs)))
         deaths: Counter[int] = Counter()
@@ -186,12 +232,17 @@ class Pool(InProcess):
 
     # ------------------------------------------------------------------------------------------- parent side
 
+    def _fill(self) -> None:
+        """Start the workers that are missing."""
+        while len(self._processes) < self.workers:
+            self._processes.append(self._start())
+
     def _start(self) -> WorkerProcess:
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        with _interrupts_held():  # until the child ignores them: it must not run the parent's handler
+        with interrupts_held():  # until the child ignores them: it must not run the parent's handler
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -279,8 +330,11 @@ class Pool(InProcess):
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Keep Ctrl-C waiting."""
+def interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting, where the system can."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedspan.errors import WriteError
+
+PAUSES = (0.01, 0.03, 0.1, 0.3)
+"""Seconds to wait for readers of a file that is to be replaced, one after another."""
 
 
 def fsync_directory(path: Path) -> None:
@@ -63,7 +67,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             with temporary.open("rb+") as f:
                 os.fsync(f.fileno())
-            os.replace(temporary, path)
+            _rename(temporary, path)
             fsync_directory(path.parent)
     except BaseException:
         with suppress(OSError):
@@ -78,4 +82,16 @@ def write_atomic(path: Path, text: str) -> None:
         WriteError: if it cannot be written; `path` is then as it was.
     """
     with replacing(path) as place:
-        place.write_text(text, encoding="utf-8")
+        place.write_text(text, encoding="utf-8", newline="\n")  # the same bytes on every system
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    """Put a file in the place of another; Windows refuses while somebody reads that one, so it is asked again."""
+    for seconds in PAUSES if os.name == "nt" else ():
+        try:
+            os.replace(temporary, path)
+        except PermissionError:
+            time.sleep(seconds)
+        else:
+            return
+    os.replace(temporary, path)

@@ -308,3 +308,13 @@ class RunDirectory:
 
 def _few(items: Sequence[str]) -> str:
     return "; ".join(items[:5]) + (f"; and {len(items) - 5} more" if len(items) > 5 else "")
+
+
+def recorded_identity(path: Path) -> dict[str, Any]:
+    """What the newest readable generation says its run belongs to; empty if there is none."""
+    numbers = (_FILE.fullmatch(p.name) for p in path.glob("manifest-*.json"))
+    for g in sorted((int(m[6]) for m in numbers if m is not None and m[6]), reverse=True):
+        with suppress(CheckpointError):
+            found: dict[str, Any] = read_manifest(path, g)["identity"]
+            return found
+    return {}

@@ -8,11 +8,11 @@ of segments (`treefile.Segment`), later ones winning.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,17 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import CheckpointError, Divergence
-from fedspan.storage.tree_file import BLOCK_BYTES, Block, Places, Segment, as_bytes, describe, pread, segment_header
+from fedspan.storage.tree_file import (
+    BLOCK_BYTES,
+    Block,
+    Places,
+    RawFile,
+    Segment,
+    as_bytes,
+    describe,
+    read_at,
+    segment_header,
+)
 from fedspan.tree import Tree
 
 # The two back ends. `at` are positions 0..n-1 in the group, not client ids.
@@ -49,7 +59,7 @@ class _Memory:
 class _Disk:
     """Saved rows stay in their segments; rows written since are in a scratch file that has no name.
 
-    Both are read with `pread`, never mapped: what the page cache holds is not this process's memory. The scratch file
+    Both are read, never mapped: what the page cache holds is not this process's memory. The scratch file
     is emptied by every checkpoint, usually before the kernel has written any of it to the disk.
     """
 
@@ -63,9 +73,10 @@ class _Disk:
         self._used = 0  # slots of the scratch file
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-        self._fd, name = tempfile.mkstemp(".tmp", "scratch-", directory)
-        os.unlink(name)  # it lives as long as it is open: a killed process leaves nothing behind
-        weakref.finalize(self, os.close, self._fd)
+        # It lives as long as it is open: a killed process leaves nothing behind.
+        made: Any = tempfile.TemporaryFile(buffering=0, suffix=".tmp", prefix="scratch-", dir=directory)  # noqa: SIM115
+        self._file: RawFile = made
+        weakref.finalize(self, made.close)
 
     def read(self, at: Places) -> Block:
         out = np.empty((len(at), self._width), np.uint8)
@@ -77,17 +88,17 @@ class _Disk:
                 self._segments[number].read(places, out, to)
             elif number == self._SCRATCH:
                 for place, k in zip(places.tolist(), to.tolist()):
-                    pread(self._fd, out[k], place * self._width, "the scratch file")
+                    read_at(self._file, out[k], place * self._width, "the scratch file")
         return out
 
     def write(self, at: Places, block: Block) -> None:
         new = at[self._where[at] != self._SCRATCH]
         places = dict(zip(new.tolist(), range(self._used, self._used + len(new))))
         for k, position in enumerate(at.tolist()):
-            place = places.get(position, int(self._place[position]))
+            self._file.seek(places.get(position, int(self._place[position])) * self._width)
             done = 0
             while done < self._width:
-                done += os.pwrite(self._fd, block[k, done:].data, place * self._width + done)
+                done += self._file.write(block[k, done:].data) or 0
         # Only now, so that a full disk leaves the old rows in place.
         self._where[new], self._place[new] = self._SCRATCH, np.arange(self._used, self._used + len(new))
         self._used += len(new)
@@ -100,7 +111,7 @@ class _Disk:
         if base:
             self._segments.clear()
         self.restore(segment, at)
-        os.ftruncate(self._fd, 0)
+        self._file.truncate(0)
         self._used = 0
 
 

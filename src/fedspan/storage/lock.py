@@ -1,13 +1,16 @@
-"""One process per run directory."""
+"""One process per run directory, and one at a time for files that several change."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from fedspan.errors import CheckpointError
+from fedspan.errors import CheckpointError, WriteError
 
 try:
     import fcntl
@@ -71,6 +74,31 @@ def _take(fd: int) -> None:
 def _leave_locks_to_parent() -> None:
     for lock in list(_open_locks):
         lock.close()
+
+
+@contextmanager
+def exclusive(path: Path, who: str, seconds: float = 30.0) -> Iterator[None]:
+    """Hold a file that several processes change, for a moment; others wait for their turn.
+
+    Raises:
+        WriteError: if another process holds it all that time.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    end = time.monotonic() + seconds
+    try:
+        while True:
+            try:
+                _take(fd)
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    raise WriteError(
+                        f"{who}: another process has held {path} for {seconds:g} s. Wait for it, or stop it."
+                    ) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
 
 
 # Otherwise a forked worker that outlives its killed parent would keep the directory locked.

@@ -8,6 +8,7 @@ written, and for the last two the manifest.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from fedspan.tree import Outer, Tree
 Block: TypeAlias = NDArray[np.uint8]
 """Records [n, width]."""
 Places: TypeAlias = NDArray[np.int64]
+RawFile: TypeAlias = io.FileIO
 
 BLOCK_BYTES = 8 << 20  # rows are copied in pieces of this size, so that memory stays flat
 SCHEMA = FORMAT  # of manifests and of what the checkpoints of a run hold
@@ -176,16 +178,18 @@ def segment_header(n: int, width: int, structure: str) -> bytes:
     return safetensors_header(tensors, {"structure": structure})
 
 
-def pread(fd: int, out: Block, offset: int, name: str) -> None:
-    if os.preadv(fd, [out.data], offset) != out.nbytes:
+def read_at(file: RawFile, out: Block, offset: int, name: str) -> None:
+    """Fill `out` with what an unbuffered file has at an offset (`os.preadv` is Linux's alone)."""
+    file.seek(offset)
+    if file.readinto(out.data) != out.nbytes:
         raise CheckpointError(f"Client store: {name} ended early; it was truncated while in use. Resume the run.")
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[int]:
+def _reading(path: Path) -> Iterator[RawFile]:
     try:
         with path.open("rb", buffering=0) as f:
-            yield f.fileno()
+            yield f
     except OSError as e:
         raise CheckpointError(f"Client store: {path.name} cannot be read: {e.strerror}. Resume the run.") from e
 
@@ -233,18 +237,18 @@ class Segment:
 
     def read(self, places: Places, out: Block, to: Places) -> None:
         """Copy rows `places` of the file to rows `to` of `out`."""
-        with _reading(self.path) as fd:
+        with _reading(self.path) as file:
             for place, k in zip(places.tolist(), to.tolist()):
-                pread(fd, out[k], self.offset + place * self.width, self.path.name)
+                read_at(file, out[k], self.offset + place * self.width, self.path.name)
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
         """All rows in order, a few MiB at a time."""
         step = max(1, BLOCK_BYTES // max(1, self.width))
-        with _reading(self.path) as fd:
+        with _reading(self.path) as file:
             for start in range(0, len(self.ids), step):
                 part = slice(start, min(start + step, len(self.ids)))
                 block = np.empty((part.stop - start, self.width), np.uint8)
-                pread(fd, block, self.offset + start * self.width, self.path.name)
+                read_at(file, block, self.offset + start * self.width, self.path.name)
                 yield part, block
 
 

@@ -30,14 +30,19 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], bytearray]:
     Raises:
         OSError: if it is too long, or ends before its end.
     """
-    first, second = LENGTHS.unpack(_exactly(sock, LENGTHS.size))
+    first, second = LENGTHS.unpack(exactly(sock, LENGTHS.size))
     if first > MOST_HEAD or second > MOST_BODY:
         raise OSError("a message is too long")
-    head: dict[str, Any] = json.loads(bytes(_exactly(sock, first)))
-    return head, _exactly(sock, second)
+    head: dict[str, Any] = json.loads(bytes(exactly(sock, first)))
+    return head, exactly(sock, second)
 
 
-def _exactly(sock: socket.socket, size: int) -> bytearray:
+def exactly(sock: socket.socket, size: int) -> bytearray:
+    """So many bytes of the other side.
+
+    Raises:
+        OSError: if it ends before them.
+    """
     buffer = bytearray(size)
     view, got = memoryview(buffer), 0
     while got < size:

@@ -61,8 +61,11 @@ def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str, lim
     return array
 
 
-def read_npz(path: Path, limit: int) -> dict[str, Array]:
+def read_npz(path: Path, limit: int, labels: bool = True) -> dict[str, Array]:
     """The arrays of an npz file by name; no pickle, no more than `limit` bytes in all.
+
+    Args:
+        labels: whether y must be there.
 
     Raises:
         DataError: for object arrays, oversized or damaged files, unknown array names, or missing x or y.
@@ -87,14 +90,15 @@ def read_npz(path: Path, limit: int) -> dict[str, Array]:
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         # RuntimeError and NotImplementedError: encrypted entries and unknown compression.
         raise DataError(f"{path.name}: must be an npz file as numpy.savez writes it. Got: {short(error)}.") from None
-    _check(path.name, arrays)
+    _check(path.name, arrays, ("x", "y") if labels else ("x",))
     return arrays
 
 
-def _check(where: str, arrays: dict[str, Array]) -> None:
-    for name in ("x", "y"):
+def _check(where: str, arrays: dict[str, Array], needed: tuple[str, ...]) -> None:
+    for name in needed:
         if name not in arrays:
-            raise DataError(f"{where}: an npz needs the arrays x and y. Got {', '.join(sorted(arrays)) or 'none'}.")
+            what = "the arrays x and y" if len(needed) > 1 else "the array x"
+            raise DataError(f"{where}: an npz needs {what}. Got {', '.join(sorted(arrays)) or 'none'}.")
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{where}: x_test and y_test must come together. Got only one of them.")
     for name in ("x", "x_test"):
@@ -129,7 +133,7 @@ def array_parts(where: str, arrays: dict[str, Array]) -> tuple[FilePart, FilePar
     for name in arrays:
         if name not in ARRAYS:
             raise DataError(f"{where}: unknown array '{name[:60]}'.{nearest(name[:60], ARRAYS)}")
-    _check(where, arrays)
+    _check(where, arrays, ("x", "y"))
     return _parts(where, arrays, None)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedspan.data.federated import Index
 from fedspan.errors import DataError
+
+Cut: TypeAlias = Callable[[Index, int, np.random.Generator], list[Index]]
+"""Rows, a number of clients and a generator to rows per client."""
 
 
 def enough(rows: Index, needed: int, what: str) -> None:
@@ -23,7 +27,7 @@ def enough(rows: Index, needed: int, what: str) -> None:
 def iid(rows: Index, clients: int, rng: np.random.Generator) -> list[Index]:
     """A shuffle cut into parts whose sizes differ by at most one."""
     enough(rows, clients, f"one example for each of {clients} clients")
-    return list(np.array_split(rng.permutation(rows), clients))
+    return equal(rows, clients, rng)
 
 
 def dirichlet(
@@ -35,14 +39,15 @@ def dirichlet(
     for label in np.unique(y):
         own = rng.permutation(rows[y == label])
         # Rounded, not cut off: flooring would hand the last client about half an example more of every label.
-        cuts = np.rint(np.cumsum(_proportions(rng, alpha, clients)) * len(own)).astype(np.int64)[:-1]
+        cuts = np.rint(np.cumsum(proportions(rng, alpha, clients)) * len(own)).astype(np.int64)[:-1]
         for k, piece in enumerate(np.split(own, np.minimum(cuts, len(own)))):
             if len(piece):
                 pieces[k].append(piece)
     return top_up([np.concatenate(p) if p else np.empty(0, np.int64) for p in pieces], min_samples, rng)
 
 
-def _proportions(rng: np.random.Generator, alpha: float, n: int) -> NDArray[np.float64]:
+def proportions(rng: np.random.Generator, alpha: float, n: int) -> NDArray[np.float64]:
+    """Shares drawn from Dir(alpha)."""
     p = rng.dirichlet(np.full(n, alpha))
     if not np.isfinite(p).all() or p.sum() <= 0:  # alpha so small that every gamma draw vanished: its limit is one-hot
         p = np.zeros(n)
@@ -86,7 +91,7 @@ def dirichlet_clients(
     left = np.array([len(s) for s in stock], np.int64)
     held: list[Index] = []
     for _ in range(clients):
-        wish = _proportions(rng, alpha, len(labels))
+        wish = proportions(rng, alpha, len(labels))
         pieces: list[Index] = []
         missing = each
         while missing:
@@ -167,14 +172,21 @@ def natural(
     return [rows[order[a:b]] for a, b in zip(start, stop)], kept
 
 
-def grouped(rows: Index, group_of_row: Index, group_of_client: Index, rng: np.random.Generator) -> list[Index]:
-    """Each group's rows, shuffled and shared equally by the clients of that group."""
+def equal(rows: Index, clients: int, rng: np.random.Generator) -> list[Index]:
+    """A shuffle cut into parts whose sizes differ by at most one, however few rows there are."""
+    return list(np.array_split(rng.permutation(rows), clients))
+
+
+def grouped(
+    rows: Index, group_of_row: Index, group_of_client: Index, rng: np.random.Generator, cut: Cut = equal
+) -> list[Index]:
+    """Each group's rows, shuffled and shared by the clients of that group: equally, or as `cut` does it."""
     held = [np.empty(0, np.int64) for _ in group_of_client]
     for g in np.unique(group_of_client):
         members = np.flatnonzero(group_of_client == g)
         own = rows[group_of_row == g]
         enough(own, len(members), f"group {g}, which has {len(members)} client(s),")
-        for k, piece in zip(members, np.array_split(rng.permutation(own), len(members))):
+        for k, piece in zip(members, cut(own, len(members), rng)):
             held[k] = piece
     return held
 

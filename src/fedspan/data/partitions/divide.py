@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedspan.data.federated import FederatedData, Index, split
 from fedspan.data.partitions import assign
 from fedspan.data.partitions.domains import domains_of_classes
+from fedspan.data.partitions.feature_shifts import apply_shifts, parse_shift
 from fedspan.data.partitions.kinds import PARTITIONS, check_partition
+from fedspan.data.partitions.quantity import parse_law, unequal
 from fedspan.data.sources.assemble import Source
 from fedspan.errors import ConfigError, DataError
 from fedspan.randomness import generator
@@ -28,6 +31,8 @@ class _Deal:
     relabel: Index | None = None
     names: list[str] | None = None
     members: Index | None = None  # natural: which client of the source each one is
+    membership: NDArray[np.float64] | None = None  # soft groups: each client's shares of them [clients, groups]
+    namings: Index | None = None  # soft groups: each group's own naming of the classes
 
 
 def partition(
@@ -67,7 +72,7 @@ def partition(
     rows = source.train_rows if split != "client" else np.arange(len(source), dtype=np.int64)
     dealt = _deal(source, kind, rows, clients, seed, filled)
     parts = [_split(h, i, seed, test if split == "client" else 0.0, validation) for i, h in enumerate(dealt.held)]
-    return FederatedData(
+    made = FederatedData(
         x=source.x,
         y=source.y,
         train=[p[0] for p in parts],
@@ -80,6 +85,13 @@ def partition(
         class_names=source.class_names,
         source=source.name,
     )
+    shifts: list[str] | None = filled.get("shifts")
+    if shifts is None and dealt.membership is None:
+        return made
+    if made.groups is None:  # a kind without groups of its own: clients see their examples in turn
+        assert shifts is not None
+        made = replace(made, groups=torch.arange(made.clients) % len(shifts))
+    return _seen_by_groups(made, dealt, shifts, seed)
 
 
 _split = split  # `partition` has an argument of the same name
@@ -89,6 +101,7 @@ def _deal(source: Source, kind: str, rows: Index, clients: int | None, seed: int
     # Permuting the labels must not change who holds what: only so are standard and permuted runs comparable.
     rng = generator(seed, "partition", options["base"] if kind == "permuted-clients" else kind)
     y: Index = source.y.numpy()[rows]
+    options = {k: v for k, v in options.items() if k != "shifts"}
     if kind == "natural":
         if source.client is None:
             raise DataError(
@@ -107,10 +120,15 @@ def _deal(source: Source, kind: str, rows: Index, clients: int | None, seed: int
         return _Deal(assign.pathological(rows, y, clients, rng, **options))
     if kind == "shards":
         return _Deal(assign.shards(rows, y, clients, rng, **options))
-    if kind == "permuted-groups":
-        groups = numbers % options["groups"]
+    cut = _cut(kind, seed, options)
+    if kind in ("permuted-groups", "shifted-groups"):
+        groups = _groups_of(numbers, options)
+        if kind == "shifted-groups":
+            return _Deal(cut(rows, clients, rng), groups=groups)
         namings = assign.permutations(options["groups"], source.classes, generator(seed, "partition", kind, "names"))
-        return _Deal(assign.iid(rows, clients, rng), groups=groups, relabel=namings[groups])
+        return _Deal(cut(rows, clients, rng), groups=groups, relabel=namings[groups])
+    if kind == "mixed-groups":
+        return _mixed(cut(rows, clients, rng), source.classes, clients, seed, options)
     if kind == "permuted-clients":
         namings = assign.permutations(clients, source.classes, generator(seed, "partition", kind, "names"))
         if options["base"] == "iid":
@@ -119,9 +137,9 @@ def _deal(source: Source, kind: str, rows: Index, clients: int | None, seed: int
         return _Deal(held, relabel=namings)
     if kind == "label-groups":
         group_of_class = _class_groups(source, options["groups"])
-        groups = numbers % (int(group_of_class.max()) + 1)
+        groups = _groups_of(numbers, {**options, "groups": int(group_of_class.max()) + 1})
         _all_groups(groups, group_of_class, clients)
-        return _Deal(assign.grouped(rows, group_of_class[y], groups, rng), groups=groups)
+        return _Deal(assign.grouped(rows, group_of_class[y], groups, rng, cut), groups=groups)
     if kind == "domains":
         assert source.domain is not None
         groups = numbers % len(source.domain_names)
@@ -132,7 +150,64 @@ def _deal(source: Source, kind: str, rows: Index, clients: int | None, seed: int
         namings = assign.permutations(clients, source.classes, rng, [counts[g] for g in groups])
         names = [f"{source.domain_names[g]}-{k // len(source.domain_names)}" for k, g in enumerate(groups)]
         return _Deal(held, groups=groups, relabel=namings if options["permute"] else None, names=names)
-    return _Deal(assign.iid(rows, clients, rng))
+    return _Deal(cut(rows, clients, rng))
+
+
+def _cut(kind: str, seed: int, options: dict[str, Any]) -> assign.Cut:
+    """How rows are cut among clients: into equal parts, or by a law of sizes that leaves the shuffle as it is."""
+    if options.get("sizes") is None:
+        return assign.equal if kind == "label-groups" else assign.iid
+    law, drawn = parse_law(options["sizes"]), generator(seed, "partition", kind, "sizes")
+    return lambda rows, clients, rng: unequal(rows, clients, rng, law, drawn, options["min_samples"])
+
+
+def _groups_of(numbers: Index, options: dict[str, Any]) -> Index:
+    """The group of every client: one after another in turn, or as many in a row as `group_sizes` says."""
+    sizes = options["group_sizes"]
+    return numbers % options["groups"] if sizes is None else np.repeat(np.arange(len(sizes)), sizes)
+
+
+def _mixed(held: list[Index], classes: int, clients: int, seed: int, options: dict[str, Any]) -> _Deal:
+    """Soft membership: shares of the groups for every client; its main group is the one it has most of."""
+    rng = generator(seed, "partition", "mixed-groups", "membership")
+    shares = np.stack([assign.proportions(rng, options["alpha"], options["groups"]) for _ in range(clients)])
+    names = generator(seed, "partition", "mixed-groups", "names")
+    namings = assign.permutations(options["groups"], classes, names) if options["permute"] else None
+    return _Deal(held, groups=shares.argmax(1), membership=shares, namings=namings)
+
+
+def _seen_by_groups(data: FederatedData, dealt: _Deal, shifts: list[str] | None, seed: int) -> FederatedData:
+    """The data as groups see and name them; of what several groups look at, such as a common test, each has its own."""
+    assert data.groups is not None
+    soft, hard = dealt.membership, data.groups.numpy()
+    count = int(hard.max()) + 1 if soft is None else soft.shape[1]
+    codes: dict[str, list[Index]] = {"train": [], "validation": [], "test": []}
+    for part, held in codes.items():
+        for i, rows in enumerate(getattr(data, part)):
+            group: Index | int = int(hard[i])
+            if soft is not None:
+                group = generator(seed, "partition", "mixed-groups", part, i).choice(count, len(rows), p=soft[i])
+            held.append(rows * count + group)
+    every = np.unique(np.concatenate([c for held in codes.values() for c in held]))
+    rows, groups = every // count, every % count
+    x, y = data.x[torch.from_numpy(rows)], data.y[torch.from_numpy(rows)]
+    said = [] if shifts is None else [shifts[g % len(shifts)] for g in range(count)]
+    for g, text in enumerate(said):
+        own = torch.from_numpy(np.flatnonzero(groups == g))
+        x[own] = apply_shifts(x[own], parse_shift(text), seed, g)
+    if dealt.namings is not None:
+        y = torch.from_numpy(dealt.namings[groups, y.numpy()])
+    found = {part: [np.searchsorted(every, c).astype(np.int64) for c in held] for part, held in codes.items()}
+    return replace(
+        data,
+        x=x,
+        y=y,
+        train=found["train"],
+        validation=found["validation"],
+        test=found["test"],
+        membership=None if soft is None else torch.from_numpy(soft),
+        group_names=said,
+    )
 
 
 def _all_groups(groups: Index, group_of_class: Index, clients: int) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from numpy.typing import NDArray
 from fedspan import tree
 from fedspan.config.personal_model import as_described, write_personal
 from fedspan.data.formats.arrays import read_npz
-from fedspan.data.formats.part import FilePart
+from fedspan.data.formats.part import FilePart, as_images
 from fedspan.data.sources.assemble import assemble
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.data.sources.load import MAX_BYTES
@@ -22,33 +25,119 @@ from fedspan.deploy.node.service import owners_code
 from fedspan.errors import ConfigError, DataError
 from fedspan.learn.task import Task
 from fedspan.method import Abilities
+from fedspan.storage.atomic import replacing
 from fedspan.storage.tree_file import read_tree
 from fedspan.tree import Tree
 
 FILE = "personal.safetensors"
 
 
-def predict_npz(folder: Path, path: Path) -> tuple[NDArray[Any], float | None]:
-    """Classes (or values) for the x of a file, and the share that is right where it has y."""
+@dataclass(frozen=True)
+class Predictions:
+    """What a personal model says of examples.
+
+    Attributes:
+        labels: the class of each, or its value where there are no classes.
+        probabilities: of every class for each, [N, classes]; none where there are no classes.
+        right: the share of labels that are those of the file, where it has some.
+    """
+
+    labels: NDArray[Any]
+    probabilities: NDArray[Any] | None
+    right: float | None
+
+
+def predict_file(folder: Path, path: Path) -> Predictions:
+    """Predict the examples of a file with the newest personal model of a node; labels in it are only compared.
+
+    Raises:
+        ConfigError: if the node has no model yet.
+        DataError: if the file cannot be read, or its examples are of another kind than the model's.
+    """
     experiment, config, weights, about = _load(folder)
-    arrays = read_npz(path, MAX_BYTES)
-    if "x" not in arrays:
-        raise DataError(f"{path.name}: it must hold x. Got {', '.join(arrays)[:100] or 'nothing'}.")
-    n, kind = len(arrays["x"]), DataKind(**about["kind"])
-    y = arrays.get("y", np.zeros(n, np.int64))
+    kind, (inputs, y) = DataKind(**about["kind"]), read_inputs(path)
+    n, zeros = len(inputs), np.zeros(len(inputs), np.int64)
+    part = FilePart(path.name, inputs, zeros)
     known = KNOWN.get(config.data.source)
-    part = FilePart(path.name, arrays["x"], np.zeros(n, np.int64))
     made = assemble(
         config.data.source, part, None, known, size=config.data.size, limit=None, seed=0, classes=kind.classes
     )
-    x = made.x.to(next(iter(tree.leaves(weights))).dtype)
+    x = made.x.to(next(iter(tree.leaves(weights))).dtype) if made.x.is_floating_point() else made.x
     if tuple(x.shape[1:]) != tuple(kind.shape):
         raise DataError(f"{path.name}: x must have shape {tuple(kind.shape)}. Got {tuple(x.shape[1:])}.")
     able, task = Abilities(experiment.method), _task(experiment, about)
     with torch.no_grad():
         output = torch.cat([able.adapts.predict(task, weights, x[k : k + 512]) for k in range(0, n, 512)])
-    found: NDArray[Any] = (output.argmax(1) if kind.classes is not None else output).numpy()
-    return found, float((found == y).mean()) if "y" in arrays and kind.classes is not None else None
+    if kind.classes is None:
+        return Predictions(output.numpy(), None, None)
+    labels: NDArray[Any] = output.argmax(1).numpy()
+    chances = torch.softmax(output.double(), 1).numpy()
+    return Predictions(labels, chances, None if y is None else float((labels == y).mean()))
+
+
+def read_inputs(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """The examples of a file, and their labels if it has them.
+
+    Raises:
+        DataError: if there is no reader for such files, or it refuses this one.
+    """
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        raise DataError(f"{path.name}: examples must be in a file that ends in {', '.join(READERS)}.")
+    x, y = reader(path)
+    if not len(x):
+        raise DataError(f"{path.name}: x must hold at least one example. Got none.")
+    if y is not None and y.shape != (len(x),):
+        raise DataError(f"{path.name}: y must hold one label per example, shape ({len(x)},). Got {y.shape}.")
+    return x, y
+
+
+def _read_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    arrays = read_npz(path, MAX_BYTES, labels=False)
+    return np.atleast_1d(as_images(arrays["x"])), arrays.get("y")
+
+
+READERS: dict[str, Callable[[Path], tuple[NDArray[Any], NDArray[Any] | None]]] = {".npz": _read_npz}
+"""By the end of a file's name: what reads its examples, and labels if there are any. Tables would be added here."""
+
+
+def write_predictions(path: Path, found: Predictions) -> None:
+    """Write predictions: as .npz with `labels` and `probabilities`, as .csv with a column for each class, or as .npy
+    with the labels alone.
+
+    Raises:
+        ConfigError: for any other end of the name.
+    """
+    check_out(path)
+    with replacing(path) as place:
+        if path.suffix == ".csv":
+            with place.open("w", encoding="utf-8", newline="") as stream:
+                _write_csv(csv.writer(stream), found)
+            return
+        with place.open("wb") as raw:
+            if path.suffix == ".npy":
+                np.save(raw, found.labels)
+            elif found.probabilities is None:
+                np.savez(raw, values=found.labels)
+            else:
+                np.savez(raw, labels=found.labels, probabilities=found.probabilities)
+
+
+def check_out(path: Path) -> None:
+    """Refuse a name that says no format, before anything is computed."""
+    if path.suffix not in (".npz", ".csv", ".npy"):
+        raise ConfigError(f"deploy predict: --out must end in .npz, .csv or .npy. Got {path.name!r}.")
+
+
+def _write_csv(writer: Any, found: Predictions) -> None:
+    if found.probabilities is None:
+        values = found.labels.reshape(len(found.labels), -1)
+        writer.writerow(["example", *(f"value_{k}" for k in range(values.shape[1]))])
+        writer.writerows([i, *row] for i, row in enumerate(values.tolist()))
+        return
+    writer.writerow(["example", "label", *(f"p_{k}" for k in range(found.probabilities.shape[1]))])
+    rows = zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
+    writer.writerows([i, label, *(f"{p:.6g}" for p in chances)] for i, (label, chances) in enumerate(rows))
 
 
 def export_model(folder: Path, file: Path) -> dict[str, Any]:

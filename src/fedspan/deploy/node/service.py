@@ -15,13 +15,17 @@ from fedspan.config import RunConfig, assemble_data
 from fedspan.config.client_file import read_own
 from fedspan.data.federated import FederatedData
 from fedspan.deploy.envelope import Facts
-from fedspan.deploy.experiment import kind_of, read_config, read_experiment
+from fedspan.deploy.experiment import kind_of, read_config, read_experiment, seat
 from fedspan.deploy.node.node import Node
 from fedspan.deploy.node.owner_policy import CODE_REMEDY, named_by, read_policy
 from fedspan.errors import ConfigError
 from fedspan.method.named_code import named_function, only_allowing
+from fedspan.simulation import warnings
+from fedspan.storage.atomic import write_atomic
 
 SETTINGS = "node.json"
+WARNINGS = "warnings.txt"
+"""In a node's folder: what its owner should hear about its data, written when a run begins; absent if nothing."""
 
 
 class Service:
@@ -45,7 +49,19 @@ class Service:
             Refused: if the owner's policy does not allow the run, or the message is too large.
         """
         read_policy(self.folder).check_size(len(payload))
-        return self.node(experiment).handle(facts, payload)
+        node = self.node(experiment)
+        if facts.get("do") == "hello":
+            self._warn(node)
+        return node.handle(facts, payload)
+
+    def _warn(self, node: Node) -> None:
+        """Write what its owner should hear about the node's own data beside them; the server is told nothing of it."""
+        said = warnings.of_data(seat(node.data, node.place, 0, 1))
+        path = self.folder / WARNINGS
+        if said:
+            write_atomic(path, "".join(f"{sentence}\n" for sentence in said))
+        else:
+            path.unlink(missing_ok=True)
 
     def node(self, experiment: str) -> Node:
         """The node of an experiment; the last one is kept.

@@ -11,15 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedspan.config import RunConfig, to_toml
+from fedspan.deploy import roster_file
 from fedspan.deploy.experiment import DataKind
 from fedspan.deploy.node import worker
 from fedspan.deploy.node.owner_policy import read_policy, write_template
 from fedspan.deploy.operations import prefork, processes, unix_socket
+from fedspan.deploy.operations.keys import adopt_earlier, check_node_dates, check_server_dates, public_key
 from fedspan.deploy.policy import Policy
-from fedspan.deploy.server.exchange import Roster
 from fedspan.errors import ConfigError, FedspanError, safe_name
 from fedspan.method.named_code import allowance
 from fedspan.storage.atomic import write_atomic
@@ -48,6 +47,8 @@ class Deployment:
         self.folder = folder.resolve()
         if not (self.folder / "ca.crt").is_file():
             raise ConfigError(f"Deploy: {folder} must be the server's folder of fedspan deploy keys.")
+        if not (self.folder / roster_file.FILE).is_file():
+            adopt_earlier(self.folder, self._facts().get("nodes", {}))
 
     # ------------------------------------------------------------------------------------------------ the SuperLink
 
@@ -58,6 +59,7 @@ class Deployment:
 
     def start(self, port: int | None = None, seconds: float = 120.0) -> int:
         """Start the SuperLink on the loopback address with TLS, node authentication and a database."""
+        check_server_dates(self.folder)
         if processes.running(self.folder):
             raise ConfigError(f"Deploy: {self.folder} is running already. Stop it first: fedspan deploy stop.")
         processes.stop(self.folder)  # what a killed SuperLink has left: its ServerApp would keep the run directory
@@ -95,28 +97,42 @@ class Deployment:
     # ------------------------------------------------------------------------------------------------ nodes
 
     def register(self) -> dict[str, int]:
-        """Register the public keys in `nodes/` that are not yet; which node has which id, in the order of numbers."""
-        from flwr.cli.supernode.register import try_load_public_key
-        from flwr.proto.control_pb2 import RegisterNodeRequest
+        """Make the SuperLink know the admitted keys, and forget the others; which node has which id, in their order."""
+        with roster_file.changing_places(self.folder) as held:
+            held = self.synchronise(held)
+        return {p.name: p.node for p in held.places if p.state == "admitted" and p.name and p.node}
 
-        known: dict[str, int] = dict(self._facts().get("nodes", {}))
-        new = [p for p in sorted((self.folder / "nodes").glob("*.pub"), key=_by_number) if p.stem not in known]
-        if new:
-            with self._control() as control:
-                for path in new:
-                    request = RegisterNodeRequest(public_key=try_load_public_key(path), name=path.stem)
-                    known[path.stem] = int(control.RegisterNode(request).node_id)
-                    self._write("server.json", {**self._facts(), "nodes": known})
-        return known
+    def synchronise(self, held: roster_file.Places) -> roster_file.Places:
+        """Register keys that are not yet, and unregister those that shall go, with the SuperLink that runs.
 
-    def roster(self, groups: list[int] | None) -> Roster:
-        """Which node is which client."""
-        known = self._facts().get("nodes", {})
-        if len(known) < 2:
-            raise ConfigError("Deploy: at least 2 nodes must be registered. Start the server with their keys.")
-        return Roster(
-            tuple(known.values()), tuple(known), None if groups is None else torch.tensor(groups, dtype=torch.int64)
-        )
+        A step that was done before a crash is found again: a key is registered once, and forgotten once.
+        """
+        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+        new = [i for i, p in enumerate(held.places) if p.state == "admitted" and p.node is None]
+        if not new and not held.unregister:
+            return held
+        with self._control() as control:
+            listed = control.ListNodes(ListNodesRequest()).nodes_info
+            for node in {n.node_id for n in listed if n.status != "unregistered"} & {*held.unregister}:
+                control.UnregisterNode(UnregisterNodeRequest(node_id=node))
+            held = held.model_copy(update={"unregister": []})
+            roster_file.write_places(self.folder, held)
+            for i in new:
+                place = held.places[i]
+                key = public_key_to_bytes(public_key(str(place.public_key), f"Node {place.name}"))
+                known = [n.node_id for n in listed if n.public_key == key]
+                request = RegisterNodeRequest(public_key=key, name=place.name)
+                node = known[0] if known else control.RegisterNode(request).node_id
+                held = held.replaced(i, place.model_copy(update={"node": int(node)}))
+                roster_file.write_places(self.folder, held)
+        return held
+
+    @property
+    def clients(self) -> int:
+        """How many places the federation has."""
+        return len(roster_file.read_places(self.folder).places)
 
     # ------------------------------------------------------------------------------------------------ runs
 
@@ -249,17 +265,19 @@ def start_node(
         raise ConfigError(f"Deploy: {folder} must be a node's folder of fedspan deploy keys.")
     if processes.running(folder):
         raise ConfigError(f"Deploy: the node in {folder} is running already. Stop it first: fedspan deploy stop.")
+    check_node_dates(folder)
     processes.stop(folder)  # what killed processes have left
     write_template(folder)
     read_policy(folder)  # one that cannot be read is said here, and not only to the server
-    (folder / "node.json").write_text(json.dumps(settings, indent=1))
+    write_atomic(folder / "node.json", json.dumps(settings | {"server": superlink}, indent=1))
     env = processes.environment(folder / "flwr", FEDSPAN_NODE=str(folder))
     modules = {"worker": "fedspan.deploy.node.worker", "prefork": "fedspan.deploy.operations.prefork"}
-    helpers = {"worker": worker.NOTE, "prefork": prefork.NOTE} if warm else {}
+    forks = warm and sys.platform == "linux"  # elsewhere a process that has imported gRPC must not be forked
+    helpers = ({"worker": worker.NOTE} if warm else {}) | ({"prefork": prefork.NOTE} if forks else {})
     for name, note in helpers.items():
         unix_socket.remove_note(folder / note)
         processes.start(folder, name, [sys.executable, "-m", modules[name], str(folder)], env)
-    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if warm else {}
+    first = {"PATH": f"{prefork.install(folder)}{os.pathsep}{env['PATH']}"} if forks else {}
     processes.start(folder, "supernode", node_command(folder, superlink), env | first)
     for name, note in helpers.items():
         processes.wait_for(f"the {name}", (folder / note).exists, seconds, folder, name)
@@ -296,9 +314,3 @@ def watch_run(deployment: Deployment, name: str, number: int, seconds: float, te
                 f"Deploy: the run is not finished after {seconds:g} s; it goes on without being watched."
             )
         time.sleep(1.0)
-
-
-def _by_number(path: Path) -> tuple[str, int, str]:
-    """node-2 before node-10."""
-    stem, _, number = path.stem.rpartition("-")
-    return (stem, int(number), "") if number.isdigit() else (path.stem, -1, "")

@@ -17,11 +17,13 @@ from types import FrameType
 from fedspan.storage.atomic import replacing
 
 PREFIX, NAME = "fedspan-", "node.sock"
+LONGEST = 103
+"""Bytes of a socket's path on macOS; Linux takes four more."""
 
 
 def serve(note: Path, answer: Callable[[socket.socket], None]) -> None:
     """Open a socket, write to `note` where it is, and answer its owner's connections one by one until SIGTERM."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # rights 0700; short, as socket paths must be
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_parent()))  # rights 0700
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit
@@ -57,11 +59,18 @@ def remove_note(note: Path) -> None:
         path = Path(json.loads(note.read_text(encoding="utf-8"))["socket"])
         folder = path.parent
         # A note is only a text: nothing but a socket where `serve` puts one is removed.
-        if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith(PREFIX) and path.name == NAME:
+        if folder.parent == Path(_parent()) and folder.name.startswith(PREFIX) and path.name == NAME:
             if path.is_socket():
                 path.unlink()
             folder.rmdir()
     note.unlink(missing_ok=True)
+
+
+def _parent() -> str:
+    """Where socket folders lie: a path that leaves room for a socket's, of which macOS takes 103 bytes."""
+    usual = tempfile.gettempdir()
+    short = len(os.fsencode(usual)) <= LONGEST - len(f"/{PREFIX}xxxxxxxx/{NAME}")
+    return usual if short else "/tmp"
 
 
 def _owner(connection: socket.socket) -> int:

@@ -109,12 +109,12 @@ def _ordered(like: Tree, given: Tree) -> Tree:
 
 
 def norm_of(sent: Sent) -> float:
-    """The Euclidean norm of an upload; parts with weights of their own count as often as they will be added."""
+    """The Euclidean norm of an upload's change; parts with weights of their own count as often as they are added."""
     return math.sqrt(float(tree.squared_norm((times_own(sent.mean, sent.weights), sent.each, sent.weights))))
 
 
 def too_large(norms: Mapping[int, float], history: Sequence[float], factor: float) -> dict[int, float]:
-    """Clients whose upload's norm exceeds `factor` times the median of all, with the bound; none while all are few."""
+    """Clients whose norm exceeds `factor` times the median of all, with the bound; none while all are few."""
     known = [*history, *norms.values()]
     if len(known) < FEW:
         return {}

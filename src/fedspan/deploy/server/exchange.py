@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import httpx
@@ -38,11 +38,18 @@ Check: TypeAlias = Callable[[int, Any, bytes], Any]
 
 @dataclass(frozen=True)
 class Roster:
-    """Which node is which client: `nodes[i]` is the id of client i's node, as it was registered by its key."""
+    """Which node is which client: `nodes[i]` is the id of client i's node, as it was registered by its key.
+
+    Attributes:
+        places: by which a run knows its clients again, as a renewed key changes a node's id; without them its ids.
+        absent: why there is no node for a client.
+    """
 
     nodes: tuple[int, ...]
     names: tuple[str, ...]
     groups: Tensor | None = None
+    places: tuple[str, ...] = ()
+    absent: Mapping[int, str] = field(default_factory=dict)
 
 
 class Exchange:
@@ -53,6 +60,7 @@ class Exchange:
         refused: why an answer was not accepted.
         missing: why there is none.
         quotas: bytes of payload that the answer of a client may bring; none where nothing is said.
+        live: the roster as it is now; whoever has left it since the question has no vote any more.
     """
 
     def __init__(
@@ -67,9 +75,11 @@ class Exchange:
         ledger: Ledger,
         log: Callable[[str], None],
         quotas: Mapping[int, int],
+        live: Callable[[], Roster],
     ) -> None:
         self.grid, self.roster, self.record, self.do, self.t = grid, roster, record, do, t
         self.requests, self.check, self.ledger, self.log, self.quotas = requests, check, ledger, log, quotas
+        self.live = live
         self.got: dict[int, Any] = {}
         self.refused: dict[int, str] = {}
         self.missing: dict[int, str] = {}
@@ -85,16 +95,28 @@ class Exchange:
             if self.roster.nodes[i] in there:
                 self._ask(i, self._node(i)["heard"])
             else:
-                self.missing[i] = "its node is not connected"
+                self.missing[i] = self.roster.absent.get(i, "its node is not connected")
         over = False
         while self._pending and len(self.got) < enough and not over:
             over = time.monotonic() >= self._end  # then one last look: what has come in time counts
             for i in list(self._pending):
                 self._look(i)
+            self._dismiss()
             if self._pending and len(self.got) < enough and not over:
                 time.sleep(poll)
         late = "not needed any more" if len(self.got) >= enough else "no answer before the deadline"
         self.missing |= dict.fromkeys(self._pending, late)
+
+    def _dismiss(self) -> None:
+        """Take the answers away, and wait no longer, of nodes that were revoked, renewed or expired meanwhile."""
+        now = self.live()
+        for i in [*self._pending, *self.got]:
+            if now.nodes[i] == self.roster.nodes[i]:
+                continue
+            why = now.absent.get(i, "its key was renewed")
+            if self._pending.pop(i, None) is None:
+                del self.got[i]
+            self.refused[i] = f"client {self.roster.names[i]}: its answer counts no more: {why}."
 
     # ------------------------------------------------------------------------------------------------ asking
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -28,11 +28,19 @@ from fedspan.deploy.server.quota_grid import NodeGrid
 from fedspan.errors import ConfigError, Refused
 from fedspan.method import Sent
 from fedspan.randomness import generator
+from fedspan.simulation import defence
+from fedspan.simulation.defence import DefenceHistory
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.record import Record
 from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum, stacked
 from fedspan.tree import Tree
 from fedspan.wire import Codec, Direction, Ledger
+
+WORTH_A_LINE = 0.2
+"""Of a part so little is left that the log names its client."""
+
+Audit: TypeAlias = Callable[[Literal["joined", "refused", "round"], dict[str, Any]], object]
+"""Told of an event and its facts."""
 
 _REFUSALS = 1000  # that are remembered, the newest
 
@@ -44,6 +52,8 @@ class GridTransport:
         kind: what examples look like.
         record: holds the server's state, and what is known of the nodes (`progress.deployed`).
         log: told one line at a time what happens.
+        live: the roster as it is now, asked for before every round and while answers come in.
+        audit: told who joined, who was refused and which round used whom.
     """
 
     who = "Server"
@@ -60,7 +70,10 @@ class GridTransport:
         record: Record,
         policy: Policy,
         log: Callable[[str], None],
+        live: Callable[[], Roster] | None = None,
+        audit: Audit = lambda event, facts: None,
     ) -> None:
+        self.live, self.audit = live or (lambda: roster), audit
         self.experiment, self.engine, self.kind, self.grid = experiment, engine, kind, grid
         self.roster, self.record, self.policy, self.log = roster, record, policy, log
         self.clients, self.dtype = len(roster.nodes), experiment.settings.torch_dtype
@@ -89,7 +102,7 @@ class GridTransport:
         """Ask the sampled clients and, with over-selection, some more; collect until enough are in or time is up."""
         asked = self._more(list(sampled), t)
         ready = [i for i in asked if self._known(i)]
-        shared, requests, declared = self._requests("train", t, ready, ledger)
+        shared, requests, declared, downs = self._requests("train", t, ready, ledger)
         codecs = self.engine.able.coded.codecs(t)
 
         def check(i: int, answer: TrainAnswer, payload: bytes) -> Sent:
@@ -107,13 +120,17 @@ class GridTransport:
         quotas = {i: d.most_bytes for i, d in declared.items()}
         exchange = self._exchange("train", t, requests, check, enough=len(sampled), ledger=ledger, quotas=quotas)
         got, refused, missing = exchange.got, exchange.refused, exchange.missing
-        missing |= {i: "it has not said how many examples it has" for i in asked if not self._known(i)}
-        refused |= self._outliers(got)
+        unknown = "it has not said how many examples it has"
+        missing |= {i: self.roster.absent.get(i, unknown) for i in asked if not self._known(i)}
+        refused |= self._outliers(got, downs)
         for i, why in refused.items():
             self._refuse(t, i, why)
         facts = {"refused": self._named(refused), "missing": self._named(missing)}
         enough = len(got) >= max(1, math.ceil(self.policy.quorum * len(sampled) - 1e-9))
         found = Collected(asked, enough=enough, facts=facts)
+        used = [self.roster.names[i] for i in sorted(got)] if enough else []
+        self.audit("round", {"round": t, "used": used, **{k: sorted(v) for k, v in facts.items()}})
+        got = self._judged(t, got, downs, facts)
         examples, now = {i: self._examples(i) for i in got}, {i: self.record.capacity(i) for i in got}
         for c, capacity in enumerate(self.record.capacities):  # in the order in which a simulation adds them up
             for i in in_order([i for i in got if now[i] == capacity], examples):
@@ -156,14 +173,33 @@ class GridTransport:
         names = sorted({k for sums in got.values() for k in sums} | {"n"})
         return {k: {i: sums[k] for i, sums in got.items() if k in sums} for k in names}
 
-    def _outliers(self, got: dict[int, Sent]) -> dict[int, str]:
-        """Take the uploads out whose norm is an outlier; the others' norms are remembered."""
-        norms = {i: norm_of(s) for i, s in got.items()}
+    def _judged(
+        self, t: int, got: dict[int, Sent], downs: Mapping[int, Tree], facts: dict[str, Any]
+    ) -> dict[int, Sent]:
+        """Cut what exceeds the bounds of the defence, as a simulation does, and tell of it."""
+        if not self.record.defence.on or not got:
+            return got
+        able, usual = self.engine.able, DefenceHistory(self.record.defence, self.record.progress.usual)
+        measured = {i: defence.measure(able, sent, downs[i]) for i, sent in got.items()}
+        bounds = usual.with_round(measured.values())
+        shares = {i: one.shares(bounds) for i, one in measured.items()}
+        cuts = {i: some for i, some in shares.items() if some}
+        usual.note(measured.values())
+        facts["defence"] = told = defence.said(bounds, cuts, self.roster.names)
+        for name, some in told["most_cut"].items():
+            if min(some.values()) < WORTH_A_LINE:
+                left = ", ".join(f"{100 * share:.2g} % of its {key}" for key, share in some.items())
+                self.log(f"Round {t}: client {name} was cut; {left} is left.")
+        return {i: defence.cut(able, sent, downs[i], shares[i]) if shares[i] else sent for i, sent in got.items()}
+
+    def _outliers(self, got: dict[int, Sent], downs: Mapping[int, Tree]) -> dict[int, str]:
+        """Take the uploads out whose change has a norm that is an outlier; the others' norms are remembered."""
+        norms = {i: norm_of(defence.change_of(self.engine.able, s, downs[i])) for i, s in got.items()}
         history = self.record.progress.deployed["norms"]
         refused = {}
         for i, bound in too_large(norms, history, self.policy.norm_factor).items():
             who = f"client {self.roster.names[i]}"
-            refused[i] = f"{who}: the upload's norm must be at most {bound:.3g}. Got {norms.pop(i):.3g}."
+            refused[i] = f"{who}: the change's norm must be at most {bound:.3g}. Got {norms.pop(i):.3g}."
             del got[i]
         self.record.progress.deployed["norms"] = [*history, *(norms[i] for i in sorted(norms))][-MOST_NORMS:]
         return refused
@@ -181,12 +217,16 @@ class GridTransport:
 
     def _requests(
         self, do: str, t: int, ids: list[int], ledger: Ledger
-    ) -> tuple[list[Tree], dict[int, Request], dict[int, Declared]]:
-        """What to send to each client, what those of one capacity receive in common, and what uploads must be."""
+    ) -> tuple[list[Tree], dict[int, Request], dict[int, Declared], dict[int, Tree]]:
+        """What those of one capacity receive in common, what to send to each client, what uploads must be, and
+
+        what each client reads of the download, codecs included.
+        """
         r, codecs = self.record, self.engine.able.coded.codecs(t)
         shared: list[Tree] = []
         requests: dict[int, Request] = {}
         declared: dict[int, Declared] = {}
+        downs: dict[int, Tree] = {}
         now = {i: r.capacity(i) for i in ids}
         for capacity in r.capacities:
             mine = [i for i in ids if now[i] == capacity]
@@ -200,13 +240,14 @@ class GridTransport:
                 coded = wire.encode(whole, codecs)
                 ledger.add_names(Direction.DOWN if do == "train" else Direction.EVALUATE, wire.count(coded))
                 if do == "train":
-                    declared[i] = self._declare(t, i, wire.roundtrip(whole, codecs)[0])
+                    downs[i] = wire.roundtrip(whole, codecs)[0]
+                    declared[i] = self._declare(t, i, downs[i])
                 else:
                     self._learn_measures(t, i, whole, codecs)
                 facts = {"client": i, "clients": self.clients, "coded": describe_coded(whole, set(codecs))}
                 facts["level"] = self.engine.able.ranked.level(r.server, i)
                 requests[i] = facts, {"down": tree.contiguous(coded)}
-        return shared, requests, declared
+        return shared, requests, declared, downs
 
     def _declare(self, t: int, i: int, down: Tree) -> Declared:
         """What client i's upload must look like; found out once per capacity and shape of the download."""
@@ -237,7 +278,9 @@ class GridTransport:
         quotas: Mapping[int, int] = MappingProxyType({}),
     ) -> Exchange:
         """Ask, and collect until enough answers are good or the deadline has come."""
-        exchange = Exchange(self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log, quotas)
+        exchange = Exchange(
+            self.grid, self.roster, self.record, do, t, requests, check, ledger, self.log, quotas, self.live
+        )
         exchange.run(enough, self.policy.deadline, self.policy.poll)
         for i, why in exchange.missing.items():
             if why.startswith(REPORTS) and self._reported.get(i) != why:  # said once, not in every round
@@ -264,8 +307,10 @@ class GridTransport:
         end = time.monotonic() + self.policy.wait
         first = not any(self._known(i) for i in range(self.clients))
         while True:
+            self.roster = self.live()  # a node may be admitted while the others are waited for
+            filled = self.clients - len(self.roster.absent)
             there = set(self.grid.get_node_ids()) & set(self.roster.nodes)
-            if len(there) == self.clients or (len(there) >= need and (not first or time.monotonic() > end)):
+            if len(there) >= max(filled, need) or (len(there) >= need and (not first or time.monotonic() > end)):
                 break
             if time.monotonic() > end:
                 self.log(f"{len(there)} of {self.clients} nodes are connected; {need} are needed.")
@@ -281,6 +326,7 @@ class GridTransport:
         for i, sizes in exchange.got.items():
             self._node(i).update(sizes)
             self.log(f"Client {self.roster.names[i]}: {sizes['examples']} examples.")
+            self.audit("joined", {"round": t, "node": self.roster.names[i], "place": i, **sizes})
         for i, why in exchange.refused.items():
             self._refuse(t, i, why)
 
@@ -304,3 +350,4 @@ class GridTransport:
         self.refusals[: 1 - _REFUSALS] = []
         self.refusals.append({"round": t, "client": self.roster.names[i], "why": why})
         self.log(f"Round {t}: refused. {why}")
+        self.audit("refused", {"round": t, "node": self.roster.names[i], "why": why})

@@ -12,8 +12,9 @@ from typing import Any
 from fedspan.deploy.experiment import DataKind, Experiment, stand_in
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
-from fedspan.deploy.server.grid_transport import GridTransport
+from fedspan.deploy.server.grid_transport import Audit, GridTransport
 from fedspan.deploy.server.quota_grid import NodeGrid
+from fedspan.simulation import warnings
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
@@ -27,6 +28,7 @@ class Server(RoundDriver):
         kind: what examples look like.
         out: the run directory; a run found there is resumed, unless `fresh`.
         log: told one line at a time what happens.
+        live, audit: see `GridTransport`.
     """
 
     always_save = True  # messages cost seconds: a checkpoint after every round is cheap
@@ -43,15 +45,33 @@ class Server(RoundDriver):
         out: Path | None = None,
         fresh: bool = False,
         log: Callable[[str], None] = lambda _: None,
+        live: Callable[[], Roster] | None = None,
+        audit: Audit = lambda event, facts: None,
     ) -> None:
-        self.experiment, self.roster, self.log = experiment, roster, log
+        self.experiment, self.log = experiment, log
         clients = len(roster.nodes)
         engine = experiment.engine(stand_in(kind, clients, experiment.seed))
         federation = experiment.federation(clients, roster.groups)
-        config = {**experiment.config, "nodes": list(map(str, roster.nodes))}
-        record = Record(engine, federation, experiment.settings, config=config, out=out, fresh=fresh, clients=False)
-        transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log)
+        config = {**experiment.config, "nodes": list(roster.places or map(str, roster.nodes))}
+        record = Record(
+            engine,
+            federation,
+            experiment.settings,
+            config=config,
+            out=out,
+            fresh=fresh,
+            clients=False,
+            defence=experiment.defence,
+        )
+        transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log, live, audit)
         super().__init__(engine, record, transport, rounds=experiment.rounds, config=experiment.config)
+        self.warnings = warnings.of_settings(experiment.method, clients, experiment.rounds)
+        self.messages.extend(self.warnings)
+
+    @property
+    def roster(self) -> Roster:
+        """Which node is which client, as the last round had it."""
+        return self.transport.roster
 
     def run(self, on_round: OnRound | None = None) -> Result:
         """Do the rounds that are left, evaluate, and return the result; `status.json` says how far it is.
@@ -62,6 +82,8 @@ class Server(RoundDriver):
         try:
             if self.record.resumed:
                 self.log(f"Resuming after round {self.record.progress.round}.")
+            for sentence in self.warnings:
+                self.log(sentence)
             self._status("waiting")
             result = super().run(on_round)
             self._status("finished")
@@ -73,6 +95,12 @@ class Server(RoundDriver):
     def _stepped(self, line: Line) -> None:
         self._status("running")
         self.log(_said(line, self.rounds))
+        task, notes = self.experiment.task, self.record.progress.notes
+        if task.kind != "regression" or task.own_loss:  # how large targets are, only nodes know
+            found = warnings.exploded_first(task, self.engine.data, line, notes)
+            self.messages.extend(found)
+            for sentence in found:
+                self.log(sentence)
 
     def _about(self) -> dict[str, Any]:
         groups = self.roster.groups
@@ -104,6 +132,7 @@ class Server(RoundDriver):
                 for i, name in enumerate(self.roster.names)
             },
             "refused": self.transport.refusals[-20:],
+            "defence": lines[-1].get("defence") if lines else None,
         }
         write_atomic(self.out / "status.json", json.dumps(body, indent=1) + "\n")
 
@@ -113,5 +142,7 @@ def _said(line: Mapping[str, Any], rounds: int) -> str:
     found = line.get("accuracy")
     shown = f", accuracy {100 * found['mean']:.2f} %" if found else ""
     skipped = ", skipped" if line["skipped"] else ""
+    guard = line.get("defence", {})
+    cut = "".join(f", {guard[k]} {k}" for k in ("clipped", "capped") if guard.get(k))
     who = f"{line['answered']} of {line['sampled']} answered"
-    return f"Round {line['round']} of {rounds}: {who}{skipped}{shown}, {line['seconds']:.1f} s."
+    return f"Round {line['round']} of {rounds}: {who}{cut}{skipped}{shown}, {line['seconds']:.1f} s."

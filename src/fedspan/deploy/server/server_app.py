@@ -22,9 +22,11 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Do what is left of the run that `fedspan deploy run` asked for."""
+    from fedspan.deploy.audit_log import AuditLog
     from fedspan.deploy.experiment import read_experiment
     from fedspan.deploy.operations.deployment import Deployment
     from fedspan.deploy.operations.processes import end_with
+    from fedspan.deploy.roster_file import LiveRoster
     from fedspan.deploy.server.database import trim_database
     from fedspan.deploy.server.quota_grid import QuotaGrid
     from fedspan.deploy.server.server import Server
@@ -48,15 +50,18 @@ def main(grid: Grid, context: Context) -> None:
     try:
         with only_allowing(order.allow_code, "order the run with --allow-code {package}"):
             experiment = read_experiment(order.experiment, order.kind)
+        live, journal = LiveRoster(deployment.folder, order.groups), AuditLog(deployment.folder)
         server = Server(
             experiment,
             order.kind,
             QuotaGrid(cast(HttpGrid, grid)),
-            deployment.roster(order.groups),
+            live(),
             policy=order.policy,
             out=order.out,
             fresh=order.fresh and not (order.out / "started").exists(),
             log=tell,
+            live=live,
+            audit=lambda event, facts: journal.append(event, {"run": experiment.name, **facts}, "server"),
         )
         (order.out / "started").touch()  # a restart of the same order goes on where it was
         server.run(lambda _: trimmed())

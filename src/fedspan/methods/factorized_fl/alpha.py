@@ -11,7 +11,20 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.aggregate import mix
 from fedspan.learn.task import Task
-from fedspan.method import About, Averaging, Capacity, ClientInfo, Coded, Converts, Down, Federation, Round, Sent, Visit
+from fedspan.method import (
+    About,
+    Averaging,
+    Capacity,
+    ClientInfo,
+    Coded,
+    Converts,
+    Discloses,
+    Down,
+    Federation,
+    Round,
+    Sent,
+    Visit,
+)
 from fedspan.methods.factorized_fl.factorization import Factorization, corrections
 from fedspan.methods.factorized_fl.local_steps import LocalSteps
 from fedspan.methods.factorized_fl.matching import SimilarityMatching, with_z, z_of
@@ -43,6 +56,7 @@ class FactorizedFL(Averaging, Converts, Coded, AdaptedParts, ObservedMatching):
         reference="Jeong and Hwang, NeurIPS 2022",
         # Sent as its non-zeros, μ shows where they are.
         secure_sum=lambda m: "with mu = false" if m.factors.mu and "mu" in m.sharing.tags else "yes",
+        discloses=Discloses(labels="hints", model="part", private=("v",), examples=True, resembles=True),
     )
 
     private_head: bool = True

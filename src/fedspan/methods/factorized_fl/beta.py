@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedspan.method import About, Discloses
 from fedspan.methods.factorized_fl.alpha import FactorizedFL
 from fedspan.methods.factorized_fl.sharing import SharedParts
 
@@ -16,5 +17,7 @@ class FactorizedFLBeta(FactorizedFL):
     client's own; μ travels as its non-zeros. An average has the union of their positions: `down_threshold` or
     `down_share` thin the download out, at the cost of a model that is no longer the average.
     """
+
+    about = About(discloses=Discloses(labels="set", model="part", examples=True, resembles=True))
 
     sharing: SharedParts = SharedParts(parts="uvm")

@@ -21,6 +21,7 @@ from fedspan.method import (
     Capacity,
     Cautions,
     ClientInfo,
+    Discloses,
     Down,
     Federation,
     Round,
@@ -46,7 +47,13 @@ class FedAra(Averaging, Affords, Adapts, Monitored, Cautions):
     """
 
     # No secure sum, as the server multiplies each client's factors.
-    about = About(family="fedara", reference="FedARA, CVPR 2026", needs_classes=True, secure_sum="no")
+    about = About(
+        family="fedara",
+        reference="FedARA, CVPR 2026",
+        needs_classes=True,
+        secure_sum="no",
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
+    )
 
     moves: ClassVar[bool] = True
     """Whether factors may change where the weights do not: the server factorises anew after every round."""
@@ -165,5 +172,7 @@ class FedAraStar(FedAra):
 
     Kept: h. Sent: theta (what is not decomposed), U and V.
     """
+
+    about = About(discloses=Discloses(labels="set", model="part", examples=True, resembles=True))
 
     ranks: AdaptiveRanks = AdaptiveRanks(ratio=0.5)

@@ -13,7 +13,19 @@ from fedspan.layers import AdapterKind, AdapterStart, Chosen
 from fedspan.learn.optimizer import Schedule
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import About, Announces, Averaging, Capacity, ClientInfo, Down, Federation, Round, Sent, Visit
+from fedspan.method import (
+    About,
+    Announces,
+    Averaging,
+    Capacity,
+    ClientInfo,
+    Discloses,
+    Down,
+    Federation,
+    Round,
+    Sent,
+    Visit,
+)
 from fedspan.method.bases import named_layers
 from fedspan.method.fields import AtLeast1, Positive
 from fedspan.methods.fedloru.accumulation import ObservedFactors, Reinit, held, restarted, without_moments
@@ -38,7 +50,11 @@ class FedLoRU(Averaging, Announces, AdaptedModel, ObservedFactors):
     products. Moments of a server optimiser end with the factors they belong to.
     """
 
-    about = About(family="fedloru", reference="Park and Klabjan, 2024")
+    about = About(
+        family="fedloru",
+        reference="Park and Klabjan, 2024",
+        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+    )
 
     schedule: Schedule = Schedule()
     """How the learning rate falls over the rounds."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import About, Capacity, Ranked, Sent, Visit
+from fedspan.method import About, Capacity, Discloses, Ranked, Sent, Visit
 from fedspan.methods.fedloru.fedloru import FedLoRU
 from fedspan.methods.fedloru.nesting import Nesting, secure_sum
 from fedspan.tree import Params, Tree
@@ -25,7 +25,9 @@ class MFedLoRU(FedLoRU, Ranked):
     reads it word for word, α_A = r_A/2. The algorithm box sends products; the text and its costs send factors, as here.
     """
 
-    about = About(secure_sum=secure_sum)
+    about = About(
+        secure_sum=secure_sum, discloses=Discloses(labels="set", model="whole", examples=True, resembles=True)
+    )
 
     nesting: Nesting = Nesting(ranks=(2, 4, 8, 16))
     """The clients' ranks, and their inner factors."""

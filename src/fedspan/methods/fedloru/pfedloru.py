@@ -13,7 +13,7 @@ from fedspan.layers import parts
 from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
-from fedspan.method import About, Capacity, Ranked, Sent, Visit
+from fedspan.method import About, Capacity, Discloses, Ranked, Sent, Visit
 from fedspan.method.fields import AtLeast1, Count, NonNegative
 from fedspan.methods.fedloru.adapted import PersonalPair
 from fedspan.methods.fedloru.fedloru import FedLoRU
@@ -34,7 +34,7 @@ class PFedLoRU(FedLoRU, Ranked):
     there. Line numbers are those in the paper's margin.
     """
 
-    about = About(secure_sum=secure_sum)
+    about = About(secure_sum=secure_sum, discloses=Discloses(labels="set", model="part", examples=True, resembles=True))
 
     nesting: Nesting = Nesting()
     """The clients' ranks of A and B, and their inner factors, where they differ."""

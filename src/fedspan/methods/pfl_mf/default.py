@@ -23,6 +23,7 @@ from fedspan.method import (
     Capacity,
     Cautions,
     ClientInfo,
+    Discloses,
     Down,
     Federation,
     Lifts,
@@ -54,6 +55,7 @@ class PflMf(Averaging, InSubspace, Announces, Lifts, Adapts, Cautions):
         family="pfl-mf",
         reference="Dadras, Stich and Yurtsever, TMLR 2025",
         secure_sum=lambda m: "yes" if m.wire == "full" else "with wire = 'full'",
+        discloses=Discloses(labels="set", model="whole", private=("v",), examples=True, resembles=True),
     )
 
     schedule: Schedule = Schedule()

@@ -19,6 +19,7 @@ from fedspan.method import (
     Capacity,
     Cautions,
     ClientInfo,
+    Discloses,
     Down,
     Federation,
     Round,
@@ -43,7 +44,11 @@ class PflMfJoint(Averaging, InSubspace, Adapts, Cautions):
     start from zero. Kept: v. Sent: U, v and theta, (d + 1) r + d' numbers.
     """
 
-    about = About(family="pfl-mf", reference="Dadras, Stich and Yurtsever, TMLR 2025")
+    about = About(
+        family="pfl-mf",
+        reference="Dadras, Stich and Yurtsever, TMLR 2025",
+        discloses=Discloses(labels="set", model="whole", private=("v",), examples=True, resembles=True),
+    )
 
     schedule: Schedule = Schedule()
     """How the learning rate falls over the rounds."""

@@ -16,7 +16,7 @@ from fedspan.learn.optimizer import Schedule
 from fedspan.learn.sgd import mean_gradient
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
-from fedspan.method import About, Adapts, Capacity, ClientInfo, Federation, Lifts, Round, Sent, Visit
+from fedspan.method import About, Adapts, Capacity, ClientInfo, Discloses, Federation, Lifts, Round, Sent, Visit
 from fedspan.method.fields import AtLeast1, NonNegative
 from fedspan.methods.pfl_mf.coefficients import InSubspace
 from fedspan.methods.pfl_mf.gauge import common_v, need_rank, own_v, standard_columns
@@ -33,7 +33,10 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
     server knows C = mean v_i v_iᵀ, for the size of the models. Kept: v, statistics. Sent: the two vectors of η G_i.
     """
 
-    about = About(secure_sum=lambda m: "yes" if m.wire == "full" else "with wire = 'full'")
+    about = About(
+        secure_sum=lambda m: "yes" if m.wire == "full" else "with wire = 'full'",
+        discloses=Discloses(labels="set", model="whole", private=("v",), examples=False, resembles=True),
+    )
 
     schedule: Schedule = Schedule()
     """How η falls over the rounds."""

@@ -49,6 +49,7 @@ def run(simulation: Simulation) -> Outcome:
         rounds=simulation.record.progress.round,
         seed=simulation.seed,
         settings=settings,
+        defence=simulation.record.defence,
     )
     start = simulation.task.init()
     names = [part(k, "weight") for k in structured(again.engine.model(again.capacity[0]).module)]
