@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain import PAGES, Problem
+from plain import PAGES, Problem, forward
 from torch import Tensor
 
 from conftest import make_data, make_task
@@ -29,7 +29,8 @@ SEED, ROUNDS, SIZE, EPOCHS, CLIENTS, PASSES = 11, 3, 8, 2, 5, 10
 TOLERANCE = 1e-10
 """The largest difference allowed between a page's numbers and fedspan's, relative to max(1, largest number)."""
 
-for _page in sorted((Path(__file__).parent / "pages").glob("*.py")):
+PLACE = Path(__file__).resolve().parent
+for _page in sorted((PLACE / "pages").glob("*.py")):
     importlib.import_module(f"pages.{_page.stem}")
 
 
@@ -102,13 +103,15 @@ def found(sim: Simulation) -> dict[str, Tensor]:
     return result
 
 
-def differences(name: str, fields: dict[str, Any]) -> dict[str, float]:
-    """How far page and method are apart, by path; a number that only one of them has is a failure."""
+def differences(name: str, fields: dict[str, Any], other: dict[str, Any] | None = None) -> dict[str, float]:
+    """How far page and method are apart, by path; the page gets the `other` fields in their place.
+
+    What the page returns and fedspan does not have, or a client without a model, is a failure.
+    """
     sim = simulation(name, fields)
     given = problem(name, sim)
-    page = PAGES[name]
     sim.run()
-    ours, theirs = found(sim), page.run(given, flat(sim.engine.method))
+    ours, theirs = found(sim), PAGES[name].run(given, {**flat(sim.engine.method), **(other or {})})
     missing = [path for path in theirs if path not in ours]
     assert not missing, f"{name}: fedspan has no {', '.join(missing)}; it has {', '.join(ours)}"
     for i in range(CLIENTS):
@@ -119,8 +122,6 @@ def differences(name: str, fields: dict[str, Any]) -> dict[str, float]:
 
 def moved(given: Problem, theirs: dict[str, Tensor]) -> bool:
     """Whether training changed anything by more than rounding."""
-    from plain import forward
-
     start = forward(given.start, given.x)
     if "outputs 0" in theirs:
         return any(float((theirs[f"outputs {i}"] - start).abs().max()) > 1e-3 for i in range(CLIENTS))

@@ -32,7 +32,7 @@ from torch.nn.functional import log_softmax, logsigmoid, nll_loss, one_hot, soft
     "amht-lrs",
     "Pal et al. 2024: abstract, and public code of Algorithm 1 (order b, w, U; Δ/2; normal equations of U, QR)",
     {"rank": 2, "sparsity": 4},
-    {"rank": 3, "sparsity": 6, "u_update": "gradient", "lr_u": 0.2, "threshold": 0.02, "w_steps": 3},
+    {"rank": 3, "sparsity": 20, "u_update": "gradient", "lr_u": 0.2, "threshold": 0.3, "shrink": 0.8, "w_steps": 3},
 )
 def amht_lrs(p: Problem, f: Fields) -> Found:
     body, big_u, r = {k: p.start[k] for k in BODY}, p.server["U"], f["rank"]

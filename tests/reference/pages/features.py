@@ -242,7 +242,7 @@ def pfedfda(p: Problem, f: Fields) -> Found:
     "fedkd",
     "Wu et al. 2022, eq. (1) to (7) and the dynamic approximation of gradients by SVD",
     {},
-    {"clip": 0.5, "distill": 0.4, "energy_start": 0.6, "energy_end": 0.9, "energy_rounds": 2},
+    {"clip": 0.5, "distill": 0.4, "energy_start": 0.55, "energy_end": 0.95, "energy_rounds": 2},
 )
 def fedkd(p: Problem, f: Fields) -> Found:
     mentee, mentor = p.start, [p.start for _ in p.ids]

@@ -130,7 +130,7 @@ def ifca(p: Problem, f: Fields) -> Found:
     "fedfomo",
     "Zhang et al. 2021, Section 3 and eq. (4): weights by loss on held-out examples, affinities, ε-greedy",
     {},
-    {"models": 2, "validation": 0.4},
+    {"models": 2, "validation": 0.4, "epsilon": 0.9, "epsilon_decay": 0.2},
 )
 def fedfomo(p: Problem, f: Fields) -> Found:
     own, sent, size = [p.start for _ in p.ids], [p.start for _ in p.ids], len(p.train)
@@ -199,7 +199,7 @@ def pfedsim(p: Problem, f: Fields) -> Found:
 @reference(
     "fedcollab",
     "Bao et al. 2023: a discriminator per pair, coalitions by the bound of Theorem 3.3, FedAvg inside",
-    {"distance_rounds": 2, "distance_hidden": 4, "weight_of_samples": 1.0, "lr_distance": 0.5},
+    {"distance_rounds": 2, "distance_hidden": 4, "weight_of_samples": 1.0, "lr_distance": 2.0},
 )
 def fedcollab(p: Problem, f: Fields) -> Found:
     size, big, first = len(p.train), f["distance_rounds"], p.drawn["discriminator"]

@@ -99,6 +99,7 @@ def pfl_mf_joint(p: Problem, f: Fields) -> Found:
     "pfl-mf",
     "fedspan's own form, from its specification: head U v_i, v fitted on features, scaled server step",
     {"rank": 3},
+    {"rank": 3, "max_step": 0.02},
     {"rank": 3, "v_method": "solve", "max_step": None, "lr": 0.3},
     {"rank": 2, "server_step": "plain", "v_prior": 0.0, "v_steps": 10, "refresh": False, "start": "random"},
 )

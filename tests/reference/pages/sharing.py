@@ -152,3 +152,30 @@ def fedbabu(p: Problem, f: Fields) -> Found:
         more = fit(f, lambda a, b: loss(w | a, b), only(w, tuned), p.batches(p.rounds, i, f["finetune_epochs"]))
         used.append(w | more)
     return under("server/theta", body) | models(used)
+
+
+def _tuned(p: Problem, f: Fields, names: tuple[str, ...]) -> Found:
+    """FedAvg, then a fit of these parameters before use, held near the received ones by l2/2 ‖w − w^T‖²."""
+    w, used = p.start, []
+    for t in p.times:
+        w = mean([fit(f, loss, w, p.batches(t, i)) for i in p.asked[t]], weigh(p, f, p.asked[t]))
+    near = only(w, names)
+    for i in p.ids:
+        some = p.batches(p.rounds, i, f["finetune_epochs"])
+        used.append(
+            w | fit(f, lambda a, b: loss(w | a, b) + f["l2"] / 2 * square(a, near), near, some, f["lr_finetune"])
+        )
+    return under("server/theta", w) | models(used)
+
+
+TUNED = {"finetune_epochs": 3, "lr_finetune": 0.03, "l2": 0.5}
+
+
+@reference("fedavg-ft", "Cheng, Chadha and Duchi 2021; Collins et al. 2022: FedAvg, then local training", {}, TUNED)
+def fedavg_ft(p: Problem, f: Fields) -> Found:
+    return _tuned(p, f, NAMES)
+
+
+@reference("fedavg-head", "Collins et al. 2022: FedAvg, then the head alone", {}, TUNED)
+def fedavg_head(p: Problem, f: Fields) -> Found:
+    return _tuned(p, f, HEAD)
