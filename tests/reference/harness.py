@@ -157,16 +157,23 @@ def coins(sim: Simulation) -> dict[str, Any]:
 
 
 def factors(sim: Simulation) -> dict[str, Any]:
-    """FedLoRU's A after each accumulation, and mFedLoRU's inner factors of each visit."""
-    method, server = sim.engine.method, sim.record.server
-    pair, result = {k: server[k] for k in ("A", "B")}, {"A": {}, "inner": {}}
+    """Standard normal numbers of FedLoRU's A after each round, and of mFedLoRU's A_u and B_d of each visit."""
+    method, server, result = sim.engine.method, sim.record.server, {"A": {}, "inner": {}}
+    names = [name.split(".")[0] for name in server["A"]]
     for t in range(1, ROUNDS + 1):
         if method.tau is not None:
-            result["A"][t] = copied(method.restarted(pair, server["last"]["key"], t)["A"])
-        for i in range(sim.data.clients if getattr(method, "nesting", None) and method.nesting.ranks else 0):
-            drawn = method.nesting.draw(pair["A"], pair["B"], sim.capacity[i], key(SEED, "visit", t, i))
-            inner = {f"{n.split('.')[0]}.{kind}": v for kind, part in drawn.items() for n, v in part.items()}
-            result["inner"][t, i] = copied(inner)
+            k = fold(fold(server["last"]["key"], t), 0)
+            shapes = [v.shape for v in server["A"].values()]
+            result["A"][t] = {f"{n}.A": normal(fold(k, j), shapes[j], torch.float64) for j, n in enumerate(names)}
+        for i in (i for i in range(sim.data.clients) if isinstance(sim.capacity[i], int)):
+            k, r = key(SEED, "visit", t, i), sim.capacity[i]
+            both = {
+                f"{n}.A_u": normal(fold(fold(k, 1), j), (r, method.rank), torch.float64) for j, n in enumerate(names)
+            }
+            both |= {
+                f"{n}.B_d": normal(fold(fold(k, 2), j), (method.rank, r), torch.float64) for j, n in enumerate(names)
+            }
+            result["inner"][t, i] = both
     return result
 
 

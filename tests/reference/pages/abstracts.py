@@ -30,9 +30,10 @@ from torch.nn.functional import log_softmax, logsigmoid, nll_loss, one_hot, soft
 
 @reference(
     "amht-lrs",
-    "Pal et al. 2024: abstract, and public code of Algorithm 1 (order b, w, U; Δ/2; normal equations of U, QR)",
+    "description from the abstract and public code",
     {"rank": 2, "sparsity": 4},
     {"rank": 3, "sparsity": 20, "u_update": "gradient", "lr_u": 0.2, "threshold": 0.3, "shrink": 0.8, "w_steps": 3},
+    seen="the whole method",
 )
 def amht_lrs(p: Problem, f: Fields) -> Found:
     body, big_u, r = {k: p.start[k] for k in BODY}, p.server["U"], f["rank"]
@@ -91,10 +92,11 @@ def amht_lrs(p: Problem, f: Fields) -> Found:
 
 @reference(
     "lr-bpfl",
-    "Zhang et al. 2025: abstract, and public code of the mask, prior and starts",
+    "description from the abstract and public code",
     {"rank": 2},
     {"rank": 2, "members": 0, "temperature": 0.3},
     {"rank": 3, "members": 2, "adaptive_rank": True, "lr_personal": 0.05},
+    seen="the whole method",
 )
 def lr_bpfl(p: Problem, f: Fields) -> Found:
     theta, own = p.start, [within(c, "q") for c in p.clients]
@@ -156,9 +158,10 @@ def lr_bpfl(p: Problem, f: Fields) -> Found:
 
 @reference(
     "waffle",
-    "Hao et al. 2022: abstract; divergence of Kumaraswamy from Beta as Nalisnick and Smyth 2017",
+    "description from the abstract; divergence of Kumaraswamy from Beta as known",
     {},
     {"factors": 4, "alpha": 3.0, "tau": 0.8, "temperature": 0.5},
+    seen="the whole method",
 )
 def waffle(p: Problem, f: Fields) -> Found:
     theta, own, low = within(p.server, "theta"), [within(c, "q") for c in p.clients], ("0", "2")

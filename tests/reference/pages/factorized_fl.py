@@ -22,7 +22,7 @@ from plain import (
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-SECTION = "the paper's Section 4: eq. (1) to (6); matching floor and newcomers as in the authors' code"
+SECTION = "eq. (1), (2), (4) to (6); matching floor and newcomers from a description of the authors' code"
 
 
 def _plain(w: Weights) -> Weights:
@@ -35,7 +35,7 @@ def _plain(w: Weights) -> Weights:
 
 
 def _train(p: Problem, f: Fields, w: Weights, t: int, i: int) -> Weights:
-    """SGD on cross-entropy + λ‖μ‖₁ (eq. 4): by soft thresholding after a step, a subgradient, or none."""
+    """SGD on cross-entropy + λ‖μ‖₁ (eq. 6): by soft thresholding after a step, a subgradient, or none."""
 
     def objective(w: Weights, b: Batch) -> Tensor:
         l1 = sum(v.abs().sum() for k, v in w.items() if k.endswith(".mu"))
@@ -97,7 +97,7 @@ def alpha(p: Problem, f: Fields) -> Found:
 
 @reference(
     "factorized-fl-beta",
-    SECTION + "; Section 4.2",
+    SECTION,
     {},
     {
         "m_min": 2,
@@ -113,7 +113,7 @@ def beta(p: Problem, f: Fields) -> Found:
     return _matched(p, f, (".u", ".bias", ".v", ".mu"))
 
 
-@reference("factorized-fedavg", "the paper's Section 5, the ablation without matching", {}, {"mu": False})
+@reference("factorized-fedavg", "eq. (1), (2), (6) and the ablation without matching", {}, {"mu": False})
 def factorized_fedavg(p: Problem, f: Fields) -> Found:
     own = [_start(p, i) for i in p.ids]
     common = {k: v for k, v in own[0].items() if not k.startswith("4.")}
@@ -124,7 +124,7 @@ def factorized_fedavg(p: Problem, f: Fields) -> Found:
     return models([_plain(own[i] | common) for i in p.ids])
 
 
-@reference("factorized-local", "the paper's Section 4.1: the factorised model, trained alone", {}, {"penalty": "none"})
+@reference("factorized-local", "eq. (1), (2) and (6), trained alone", {}, {"penalty": "none"})
 def factorized_local(p: Problem, f: Fields) -> Found:
     own = [within(c, "h") for c in p.clients]
     for t in p.times:

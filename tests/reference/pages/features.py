@@ -50,7 +50,12 @@ def _near(p: Problem, f: Fields, w: Weights, known: Tensor, at: Tensor, t: int, 
     return fit(f, objective, w, p.batches(t, i))
 
 
-@reference("fedproto", "Tan et al. 2022, Algorithm 1 and eq. (4) to (7)", {}, {"lam": 0.3, "weighting": "uniform"})
+@reference(
+    "fedproto",
+    "description and an older plain script: cross-entropy + λ·MSE to the prototypes, weighted by class counts",
+    {},
+    {"lam": 0.3, "weighting": "uniform"},
+)
 def fedproto(p: Problem, f: Fields) -> Found:
     own, at = [p.start for _ in p.ids], torch.zeros_like(p.server["p"])
     known = torch.zeros(p.classes, dtype=p.x.dtype)
@@ -68,7 +73,7 @@ def fedproto(p: Problem, f: Fields) -> Found:
 
 @reference(
     "fedtgp",
-    "Zhang et al. 2024, Algorithm 1 and eq. (5) to (8): a generator with an adaptive margin",
+    "description: a generator trained with an adaptive margin",
     {"server_epochs": 20},
     {"server_epochs": 10, "lam": 0.3, "tau": 0.5, "lr_server": 0.05},
 )
@@ -106,7 +111,7 @@ def fedtgp(p: Problem, f: Fields) -> Found:
 
 @reference(
     "flute",
-    "Liu, Shen and Yang 2024, the neural-network form: Algorithm 1 and the NC regulariser",
+    "description and an older plain script: the form for networks, with the NC regulariser",
     {},
     {"head_epochs": 2, "rep_epochs": 1, "lam_1": 0.5, "lam_3": 0.01, "lr_server": 0.1},
 )
@@ -144,7 +149,7 @@ def flute(p: Problem, f: Fields) -> Found:
 
 @reference(
     "fedas",
-    "Yang et al. 2024, Algorithm 1: alignment, then Fisher weights",
+    "description: alignment, joint training, Fisher weights",
     {},
     {"fisher": False, "align_epochs": 2, "lr_align": 0.1},
 )
@@ -179,10 +184,11 @@ def fedas(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfedfda",
-    "McLaughlin and Su 2024, Algorithm 1: LDA head, local and global statistics interpolated by β",
+    "description: LDA head, local and global statistics interpolated by β",
     {},
     {"single_beta": True, "lr": 0.03},
     {"beta": 0.8, "ridge": 0.05, "epsilon": 0.01},
+    seen="how β is searched for",
 )
 def pfedfda(p: Problem, f: Fields) -> Found:
     body, mu, dim = only(p.start, BODY), p.server["mu"], p.server["mu"].shape[1]
@@ -240,9 +246,10 @@ def pfedfda(p: Problem, f: Fields) -> Found:
 
 @reference(
     "fedkd",
-    "Wu et al. 2022, eq. (1) to (7) and the dynamic approximation of gradients by SVD",
+    "description and an older plain script: mutual distillation, messages cut by singular values",
     {},
-    {"clip": 0.5, "distill": 0.4, "energy_start": 0.55, "energy_end": 0.95, "energy_rounds": 2},
+    {"clip": 0.5, "distill": 0.4, "energy_start": 0.95, "energy_end": 0.6, "energy_rounds": 2},
+    seen="how the share of energy rises",
 )
 def fedkd(p: Problem, f: Fields) -> Found:
     mentee, mentor = p.start, [p.start for _ in p.ids]
@@ -277,9 +284,10 @@ def fedkd(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfedes",
-    "Yi et al. 2023: model on (1−μ)·ℓ(x) + μ·ℓ(g(x)), then g on ℓ(g(x))",
+    "description: model on (1−μ)·ℓ(x) + μ·ℓ(g(x)), then g on ℓ(g(x))",
     {},
     {"mu": 0.2, "lr_extractor": 0.02},
+    seen="the extractor's activation",
 )
 def pfedes(p: Problem, f: Fields) -> Found:
     own, g = [p.start for _ in p.ids], within(p.server, "g")
@@ -305,7 +313,7 @@ def pfedes(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfedafm",
-    "Yi et al. 2024: α∘R(own) + (1−α)∘R(common), then the common one alone",
+    "description: α∘R(own) + (1−α)∘R(common), then the common one alone",
     {},
     {"lr_alpha": 0.7, "lr_common": 0.03},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from plain import Fields, Found, Problem, Weights, fit, loss, mean, models, only, reference, under, weigh, within
 
 ADAPTED = ("0", "2")
@@ -39,7 +40,7 @@ def _accumulated(
     if f["reinit"] != "momentum":
         common = common | {f"{a}.B": 0 * common[f"{a}.B"] for a in ADAPTED}
     if f["reinit"] == "random":
-        common = common | p.drawn["A"][t]
+        common = common | {k: z / math.sqrt(f["rank"]) for k, z in p.drawn["A"][t].items()}  # N(0, 1/r)
     return common, big_w
 
 
@@ -64,25 +65,29 @@ def _loru(p: Problem, f: Fields) -> Found:
 
 @reference(
     "fedloru",
-    "the paper's Algorithm 1 and eq. (6), accumulation and reset of Section 3",
+    "Algorithm 1 and eq. (6); reset after an accumulation from the text",
     {"rank": 3, "tau": 2},
     {"rank": 3, "tau": 1, "reinit": "momentum", "momentum": 0.9, "lr": 0.03, "cycle": 3},
     {"rank": 2, "tau": 2, "reinit": "momentum_A", "alpha": 8.0, "alpha_over_r": True},
+    seen="the server's and the client's step",
 )
 def fedloru(p: Problem, f: Fields) -> Found:
     return _loru(p, f)
 
 
-@reference("fedlora", "the paper's baseline: Algorithm 1 without accumulation", {"rank": 3}, {"rank": 3, "alpha": 2.0})
+@reference(
+    "fedlora", "Algorithm 1 and eq. (6) without accumulation", {"rank": 3}, {"rank": 3, "alpha": 2.0}, seen="as fedloru"
+)
 def fedlora(p: Problem, f: Fields) -> Found:
     return _loru(p, f)
 
 
 @reference(
     "pfedloru",
-    "the paper's Algorithm 2 and eq. (8)",
+    "Algorithm 2 and eq. (8)",
     {"rank": 3, "tau": 2},
     {"rank": 3, "tau": 1, "alpha_own": 0.5, "personal_epochs": 2, "global_epochs": 1, "reinit": "momentum_A"},
+    seen="as fedloru",
 )
 def pfedloru(p: Problem, f: Fields) -> Found:
     common, big_w = _start(p)
@@ -112,9 +117,10 @@ def pfedloru(p: Problem, f: Fields) -> Found:
 
 @reference(
     "mfedloru",
-    "the paper's Algorithm 3, eq. (9) and (33): factors nested in A and B",
+    "Algorithm 3, eq. (9) and (33)",
     {"rank": 4, "tau": 2, "ranks": [1, 2, 4]},
     {"rank": 4, "tau": 1, "ranks": [1, 3], "alpha_inner_by_rank": True, "reinit": "momentum_A"},
+    seen="how factors are nested and drawn",
 )
 def mfedloru(p: Problem, f: Fields) -> Found:
     common, big_w = _start(p)
@@ -122,7 +128,11 @@ def mfedloru(p: Problem, f: Fields) -> Found:
         sent = []
         for i in p.asked[t]:
             rank = f["ranks"][i % len(f["ranks"])]
-            inner = {} if rank == f["rank"] else p.drawn["inner"][t, i]  # who affords r trains A and B themselves
+            inner = {}
+            if rank < f["rank"]:  # who affords r trains A and B themselves; A_u and B_d have deviation 1/√r_k
+                inner = {k: z / math.sqrt(rank) for k, z in p.drawn["inner"][t, i].items()}
+                inner |= {f"{a}.A_d": torch.zeros(len(common[f"{a}.A"]), rank, dtype=p.x.dtype) for a in ADAPTED}
+                inner |= {f"{a}.B_u": torch.zeros(rank, common[f"{a}.B"].shape[1], dtype=p.x.dtype) for a in ADAPTED}
             alpha = f["alpha_inner"] * (rank if f["alpha_inner_by_rank"] else 1)
             fixed = {k: v for k, v in common.items() if inner and k.split(".")[1] in ("A", "B")}
 
@@ -150,7 +160,7 @@ def _with_own_pair(w: Weights, alpha: float) -> Weights:
 
 @reference(
     "pfedlora1",
-    "FedLoRU's paper, Algorithm 4, variant (1): L and U, then W",
+    "Algorithm 4 of FedLoRU's paper, variant (1)",
     {},
     {"rank": 3, "alpha": 0.5, "personal_epochs": 2, "global_epochs": 1},
 )
@@ -166,7 +176,7 @@ def pfedlora1(p: Problem, f: Fields) -> Found:
     return under("server/theta", common) | models([_with_own_pair(common | h, f["alpha"]) for h in own])
 
 
-@reference("pfedlora2", "FedLoRU's paper, Algorithm 4, variant (2): W, L and U together", {}, {"rank": 3, "alpha": 0.5})
+@reference("pfedlora2", "Algorithm 4 of FedLoRU's paper, variant (2)", {}, {"rank": 3, "alpha": 0.5})
 def pfedlora2(p: Problem, f: Fields) -> Found:
     common, own = within(p.server, "theta"), [within(c, "h") for c in p.clients]
     for t in p.times:

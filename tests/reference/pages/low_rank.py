@@ -99,7 +99,7 @@ def _ara(p: Problem, f: Fields) -> Found:
     return models([_whole(_cut(omega, ranks(i))) | heads[i] for i in p.ids])
 
 
-STEPS = "a summary of the paper without its displays: steps 1 to 4; aggregation, anchors and L_FAC are derived"
+STEPS = "a summary without its displays; aggregation, anchors and L_FAC as derived in the specification"
 
 
 @reference(
@@ -108,12 +108,13 @@ STEPS = "a summary of the paper without its displays: steps 1 to 4; aggregation,
     {},
     {"ratio": [1.0, 0.5, 0.4], "warmup": 2, "lam": 3.0},
     {"ratio": [0.5, 0.4], "warmup": 1, "lam": 0.2, "fac_reduction": "sum", "rho_rule": "whole", "rho": 0.02},
+    seen="the whole method",
 )
 def fedara(p: Problem, f: Fields) -> Found:
     return _ara(p, f)
 
 
-@reference("fedara-star", STEPS + "; a rank ratio of one half for all", {}, {"warmup": 1})
+@reference("fedara-star", STEPS, {}, {"warmup": 1}, seen="the whole method")
 def fedara_star(p: Problem, f: Fields) -> Found:
     return _ara(p, f)
 
@@ -123,11 +124,12 @@ def fedara_star(p: Problem, f: Fields) -> Found:
 
 @reference(
     "fedhm",
-    "Yao et al. 2021 and its public code: truncated SVD down, products averaged, Frobenius decay",
+    "description of paper and public code: truncated SVD down, products averaged, Frobenius decay",
     {},
     {"rho": [1.0, 2.0, 3.0], "weight_decay": 0.03, "momentum": 0.5},
     {"rho": [2.0, 3.0], "keep_full_rank_history": True},
     {"rho": [1.0, 2.0, 3.0], "temperature": 2.0},
+    seen="weights by `temperature`",
 )
 def fedhm(p: Problem, f: Fields) -> Found:
     rhos = f["rho"] if isinstance(f["rho"], list | tuple) else [f["rho"]]
@@ -154,7 +156,7 @@ def fedhm(p: Problem, f: Fields) -> Found:
 
 
 @reference(
-    "fedlmt", "Liu et al. 2024: layers U Vᵀ from the start, factors averaged", {}, {"rho": 3.0, "weight_decay": 0.03}
+    "fedlmt", "description: layers U Vᵀ from the start, factors averaged", {}, {"rho": 3.0, "weight_decay": 0.03}
 )
 def fedlmt(p: Problem, f: Fields) -> Found:
     w = _cut(p.start, {a: max(1, round(len(p.start[f"{a}.weight"]) / f["rho"])) for a in LOW})
@@ -169,7 +171,7 @@ def fedlmt(p: Problem, f: Fields) -> Found:
 
 
 @reference(
-    "feddlr", "Qiao et al. 2021: triples by energy both ways, full training between", {"energy": 0.6}, {"energy": 0.8}
+    "feddlr", "description: triples by energy both ways, full training between", {"energy": 0.6}, {"energy": 0.8}
 )
 def feddlr(p: Problem, f: Fields) -> Found:
     def sent_as(w: Weights) -> Weights:
@@ -184,9 +186,10 @@ def feddlr(p: Problem, f: Fields) -> Found:
 
 @reference(
     "prism",
-    "Niu et al. 2023 and its public code: triples drawn by σ^κ, averaged where held, decomposed anew",
+    "description of paper and public code: triples by σ^κ, averaged where held, decomposed anew",
     {},
     {"keep": [0.4, 0.8], "kappa": 1.0, "weight_decay": 0.03},
+    seen="the whole method",
 )
 def prism(p: Problem, f: Fields) -> Found:
     keep = f["keep"] if isinstance(f["keep"], list | tuple) else [f["keep"]]
@@ -231,7 +234,7 @@ def _hadamard(w: Weights, shift: float) -> Weights:
     return made
 
 
-@reference("fedpara", "Hyeon-Woo et al. 2022, Section 2: W = (X₁Y₁ᵀ)∘(X₂Y₂ᵀ)", {}, {"rank": 2, "momentum": 0.5})
+@reference("fedpara", "description: W = (X₁Y₁ᵀ)∘(X₂Y₂ᵀ), factors averaged", {}, {"rank": 2, "momentum": 0.5})
 def fedpara(p: Problem, f: Fields) -> Found:
     w = within(p.server, "theta")
     for t in p.times:
@@ -242,7 +245,7 @@ def fedpara(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfedpara",
-    "Hyeon-Woo et al. 2022, Section 2.3: W = W₁∘(W₂ + 1), W₂ personal",
+    "description: W = W₁∘(W₂ + 1), W₂ personal",
     {"lr": 0.03},
     {"rank": 2, "lr": 0.03},
 )

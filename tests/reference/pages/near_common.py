@@ -25,7 +25,7 @@ from plain import (
 from torch import Tensor
 
 
-@reference("ditto", "Li et al. 2021, Algorithm 1: F_k(v) + λ/2 ‖v − w^t‖²", {}, {"lam": 0.4, "personal_epochs": 3})
+@reference("ditto", "description: F_k(v) + λ/2 ‖v − w^t‖² beside FedAvg", {}, {"lam": 0.4, "personal_epochs": 3})
 def ditto(p: Problem, f: Fields) -> Found:
     w, v = p.start, [p.start for _ in p.ids]
     for t in p.times:
@@ -45,7 +45,7 @@ def ditto(p: Problem, f: Fields) -> Found:
 
 @reference(
     "apfl",
-    "Deng et al. 2020, Algorithm 1 and eq. (10): v at v̄ = αv + (1−α)w, α by ⟨v − w, ∇f(v̄)⟩",
+    "description and an older plain script: v at v̄ = αv + (1−α)w, α by ⟨v − w, ∇f(v̄)⟩",
     {},
     {"alpha_every": "step", "alpha_decay": 0.02, "alpha": 0.3},
     {"adaptive": False},
@@ -80,7 +80,13 @@ def apfl(p: Problem, f: Fields) -> Found:
     return result | {f"client {i}/alpha": alpha[i] for i in p.ids}
 
 
-@reference("pfedme", "T. Dinh et al. 2020, Algorithm 1", {}, {"lam": 3.0, "beta": 0.6, "inner_steps": 2})
+@reference(
+    "pfedme",
+    "description: K inner steps per minibatch, w_i ← w_i − ηλ(w_i − θ), server's β",
+    {},
+    {"lam": 3.0, "beta": 0.6, "inner_steps": 2},
+    seen="where θ starts in a round",
+)
 def pfedme(p: Problem, f: Fields) -> Found:
     w, theta = p.start, [p.start for _ in p.ids]
     for t in p.times:
@@ -104,7 +110,10 @@ def pfedme(p: Problem, f: Fields) -> Found:
 
 
 @reference(
-    "l2gd", "Hanzely and Richtárik 2020, Algorithm 1; a coin per local step, the mean of the round's start", {"p": 0.4}
+    "l2gd",
+    "description: a coin per local step, pull to the mean of the round's start",
+    {"p": 0.4},
+    seen="the client's steps",
 )
 def l2gd(p: Problem, f: Fields) -> Found:
     centre, own = p.start, [p.start for _ in p.ids]
@@ -122,7 +131,7 @@ def l2gd(p: Problem, f: Fields) -> Found:
 
 @reference(
     "per-fedavg",
-    "Fallah et al. 2020, Algorithm 1, first-order and Hessian-free variants (Section 5)",
+    "description and an older plain script: first-order, Hessian-free and exact meta-gradients on D, D', D''",
     {},
     {"variant": "hessian-free", "lr_inner": 0.03, "delta": 1e-3},
     {"variant": "exact", "lr_inner": 0.03, "adapt": 2, "adapt_unit": "epoch"},
@@ -160,7 +169,10 @@ def per_fedavg(p: Problem, f: Fields) -> Found:
 
 
 @reference(
-    "fedala", "Zhang et al. 2023, Algorithm 1 and eq. (4) to (7)", {}, {"top": 4, "lr_a": 0.3, "threshold": 1e-3}
+    "fedala",
+    "description: element-wise blend A of local and global model, learnt before training",
+    {},
+    {"top": 4, "lr_a": 0.3, "threshold": 1e-3},
 )
 def fedala(p: Problem, f: Fields) -> Found:
     w, own, top = p.start, [p.start for _ in p.ids], NAMES[len(NAMES) - f["top"] :]

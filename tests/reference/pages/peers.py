@@ -46,11 +46,13 @@ def _two_parts(far: Tensor, reach: str) -> list[int]:
 
 @reference(
     "cfl",
-    "Sattler et al. 2021, Algorithm 3: split by cosines where ‖mean Δ‖ < ε₁ and max ‖Δ‖ > ε₂",
+    "description: split by cosines where ‖mean Δ‖ < ε₁ and max ‖Δ‖ > ε₂",
     {"start_round": 2, "eps_1": 100.0, "eps_2": 0.0},
     {"start_round": 1, "eps_1": 100.0, "eps_2": 0.0, "linkage": "single", "weighting": "samples"},
     {"start_round": 1, "eps_1": 100.0, "eps_2": 0.32},
+    {"start_round": 1, "eps_1": 100.0, "eps_2": 0.0, "gamma_max": 0.8},
     {"start_round": 1},
+    seen="the server's step",
 )
 def cfl(p: Problem, f: Fields) -> Found:
     model, cluster, last, first = [p.start], [0 for _ in p.ids], {}, None
@@ -73,7 +75,11 @@ def cfl(p: Problem, f: Fields) -> Found:
             known = [i for i in p.ids if cluster[i] == c and i in last]
             if t >= f["start_round"] and len(known) > f["min_size"] and a < eps_1 and m > eps_2:
                 far = torch.tensor([[1 - alike(i, j) for j in known] for i in known])
-                for k in _two_parts(far, f["linkage"]):
+                part = _two_parts(far, f["linkage"])
+                across = min(float(far[k, j]) for k in part for j in range(len(known)) if j not in part)
+                if f["gamma_max"] is not None and not math.sqrt(max(0.0, across) / 2) > f["gamma_max"]:
+                    continue
+                for k in part:
                     cluster[known[k]] = len(model)
                 divided |= {c, len(model)}
                 model.append(model[c])
@@ -92,7 +98,7 @@ def cfl(p: Problem, f: Fields) -> Found:
 
 @reference(
     "ifca",
-    "Ghosh et al. 2020, Algorithm 1, options I and II, and weight sharing (Section 5)",
+    "description and an older plain script: options I and II, and common bodies",
     {},
     {"clusters": 2, "averaging": "gradient"},
     {"clusters": 2, "clustered": "head"},
@@ -128,9 +134,10 @@ def ifca(p: Problem, f: Fields) -> Found:
 
 @reference(
     "fedfomo",
-    "Zhang et al. 2021, Section 3 and eq. (4): weights by loss on held-out examples, affinities, ε-greedy",
+    "description and an older plain script: weights by loss on held-out examples, affinities, ε-greedy",
     {},
     {"models": 2, "validation": 0.4, "epsilon": 0.9, "epsilon_decay": 0.2},
+    seen="the whole method",
 )
 def fedfomo(p: Problem, f: Fields) -> Found:
     own, sent, size = [p.start for _ in p.ids], [p.start for _ in p.ids], len(p.train)
@@ -169,7 +176,7 @@ def fedfomo(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfedsim",
-    "Tan et al. 2023, Algorithm 1: FedAvg, then bodies mixed by −log(1 − cos) of classifiers",
+    "description and an older plain script: FedAvg, then bodies mixed by −log(1 − cos) of classifiers",
     {"warmup_rounds": 1},
     {"warmup_rounds": 2},
 )
@@ -198,8 +205,9 @@ def pfedsim(p: Problem, f: Fields) -> Found:
 
 @reference(
     "fedcollab",
-    "Bao et al. 2023: a discriminator per pair, coalitions by the bound of Theorem 3.3, FedAvg inside",
+    "description: a discriminator per pair, coalitions by a bound, FedAvg inside",
     {"distance_rounds": 2, "distance_hidden": 4, "weight_of_samples": 1.0, "lr_distance": 2.0},
+    seen="the whole method",
 )
 def fedcollab(p: Problem, f: Fields) -> Found:
     size, big, first = len(p.train), f["distance_rounds"], p.drawn["discriminator"]

@@ -36,7 +36,7 @@ def _unravel(p: Problem, theta: Tensor, names: tuple[str, ...]) -> Weights:
 
 @reference(
     "pfl-mf-paper",
-    "the paper's Algorithm 1 and Theorem 1; Setups 4 (epochs on v) and 6 (K_U steps on U)",
+    "Algorithm 1, eq. (7) to (9), Theorem 1's step; Setups 4 (epochs on v) and 6 (K_U steps on U)",
     {"rank": 3},
     {"rank": 3, "v_steps": 4, "v_scale": "1", "start": "common"},
     {"rank": 2, "v_steps": 2, "p": 0.6},
@@ -76,7 +76,7 @@ def pfl_mf_paper(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfl-mf-joint",
-    "the published code's form: FedPer's loop on (U, v), v averaged with U",
+    "description of the published code: FedPer's loop on (U, v), v averaged with U",
     {"rank": 3},
     {"rank": 2, "lr": 0.02},
 )
@@ -97,7 +97,7 @@ def pfl_mf_joint(p: Problem, f: Fields) -> Found:
 
 @reference(
     "pfl-mf",
-    "fedspan's own form, from its specification: head U v_i, v fitted on features, scaled server step",
+    "this library's own form, from its specification and an older plain script",
     {"rank": 3},
     {"rank": 3, "max_step": 0.02},
     {"rank": 3, "v_method": "solve", "max_step": None, "lr": 0.3},

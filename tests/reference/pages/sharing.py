@@ -26,7 +26,7 @@ from torch import Tensor
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.02}
 
 
-@reference("local", "no exchange: SGD on a client's own examples in the rounds that ask it", {}, MOMENTUM)
+@reference("local", "SGD on a client's own examples in the rounds that ask it", {}, MOMENTUM)
 def local(p: Problem, f: Fields) -> Found:
     own = [p.start for _ in p.ids]
     for t in p.times:
@@ -35,7 +35,7 @@ def local(p: Problem, f: Fields) -> Found:
     return models(own)
 
 
-@reference("fedavg", "McMahan et al. 2017, Algorithm 1", {}, MOMENTUM, {"weighting": "uniform"})
+@reference("fedavg", "description: local epochs from w, then the weighted mean", {}, MOMENTUM, {"weighting": "uniform"})
 def fedavg(p: Problem, f: Fields) -> Found:
     w = p.start
     for t in p.times:
@@ -44,7 +44,7 @@ def fedavg(p: Problem, f: Fields) -> Found:
     return under("server/theta", w) | models([w] * len(p.train))
 
 
-@reference("fedprox", "Li et al. 2020, Algorithm 2: F_k(w) + μ/2 ‖w − w^t‖²", {}, {"mu": 0.7})
+@reference("fedprox", "description: F_k(w) + μ/2 ‖w − w^t‖²", {}, {"mu": 0.7})
 def fedprox(p: Problem, f: Fields) -> Found:
     w = p.start
     for t in p.times:
@@ -80,13 +80,17 @@ def _shared(p: Problem, f: Fields, names: tuple[str, ...]) -> Found:
     return under("server/theta", common) | models([common | h for h in own])
 
 
-@reference("fedper", "Arivazhagan et al. 2019, Algorithms 1 and 2", {}, MOMENTUM, {"personal_layers": ["2.", "4."]})
+@reference(
+    "fedper", "description: joint training, base layers averaged", {}, MOMENTUM, {"personal_layers": ["2.", "4."]}
+)
 def fedper(p: Problem, f: Fields) -> Found:
     personal = tuple(f["personal_layers"]) or HEAD
     return _shared(p, f, tuple(k for k in NAMES if not k.startswith(personal)))
 
 
-@reference("lg-fedavg", "Liang et al. 2020, Algorithm 1, from the common start", {}, {"personal_layers": ["0."]})
+@reference(
+    "lg-fedavg", "description: joint training, head averaged, from the common start", {}, {"personal_layers": ["0."]}
+)
 def lg_fedavg(p: Problem, f: Fields) -> Found:
     personal = tuple(f["personal_layers"]) or BODY
     return _shared(p, f, tuple(k for k in NAMES if not k.startswith(personal)))
@@ -108,19 +112,23 @@ def _two_phases(p: Problem, f: Fields, head_epochs: int, body_epochs: int | None
     return under("server/theta", body) | models([body | h for h in heads])
 
 
-@reference("fedrep", "Collins et al. 2021, Algorithm 1", {}, {"head_epochs": 3, **MOMENTUM})
+@reference("fedrep", "description: head, then body, each with the other fixed", {}, {"head_epochs": 3, **MOMENTUM})
 def fedrep(p: Problem, f: Fields) -> Found:
     return _two_phases(p, f, f["head_epochs"], f["body_epochs"])
 
 
-@reference(
-    "fedalt", "Pillutla et al. 2022, FedAlt; server SGD of step 1", {}, {"v_epochs": 2, "u_epochs": 1, "l2": 0.3}
-)
+@reference("fedalt", "description: v, then u; server SGD of step 1", {}, {"v_epochs": 2, "u_epochs": 1, "l2": 0.3})
 def fedalt(p: Problem, f: Fields) -> Found:
     return _two_phases(p, f, f["v_epochs"], f["u_epochs"], f["l2"])
 
 
-@reference("fedsim", "Pillutla et al. 2022, FedSim", {}, {"server_lr": 0.7, "server_momentum": 0.5}, {"l2": 0.3})
+@reference(
+    "fedsim",
+    "description: u and v together; u^t − mean u_i is the server's gradient",
+    {},
+    {"server_lr": 0.7, "server_momentum": 0.5},
+    {"l2": 0.3},
+)
 def fedsim(p: Problem, f: Fields) -> Found:
     body, heads = only(p.start, BODY), [only(p.start, HEAD) for _ in p.ids]
     speed = {k: 0 * v for k, v in body.items()}
@@ -139,7 +147,10 @@ def fedsim(p: Problem, f: Fields) -> Found:
 
 
 @reference(
-    "fedbabu", "Oh et al. 2022, Algorithm 1 and fine-tuning before use", {}, {"finetune": "head", "finetune_epochs": 2}
+    "fedbabu",
+    "description: body under a fixed head, fine-tuning before use",
+    {},
+    {"finetune": "head", "finetune_epochs": 2},
 )
 def fedbabu(p: Problem, f: Fields) -> Found:
     body, head = only(p.start, BODY), only(p.start, HEAD)
@@ -171,11 +182,11 @@ def _tuned(p: Problem, f: Fields, names: tuple[str, ...]) -> Found:
 TUNED = {"finetune_epochs": 3, "lr_finetune": 0.03, "l2": 0.5}
 
 
-@reference("fedavg-ft", "Cheng, Chadha and Duchi 2021; Collins et al. 2022: FedAvg, then local training", {}, TUNED)
+@reference("fedavg-ft", "description: FedAvg, then local training before use", {}, TUNED)
 def fedavg_ft(p: Problem, f: Fields) -> Found:
     return _tuned(p, f, NAMES)
 
 
-@reference("fedavg-head", "Collins et al. 2022: FedAvg, then the head alone", {}, TUNED)
+@reference("fedavg-head", "description: FedAvg, then the head alone before use", {}, TUNED)
 def fedavg_head(p: Problem, f: Fields) -> Found:
     return _tuned(p, f, HEAD)
