@@ -291,17 +291,19 @@ def conformance_page() -> str:
 def configuration_page() -> str:
     """Every section of an experiment file."""
     from fedspan.config import RunConfig
-    from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig
+    from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, TaskConfig
     from fedspan.deploy.policy import Policy
+    from fedspan.learn.transforms import Transforms
     from fedspan.simulation.defence import Defence
     from fedspan.simulation.devices import Devices
+    from fedspan.simulation.protocols import EvaluationSettings
     from fedspan.simulation.settings import Settings
 
     intro = """\
         An experiment is a TOML file; every value can be replaced on the command line by `section.key=value`. A key that
         is not known is refused, with the nearest one that is. Whatever a run was given is written out whole as
         `config.toml` in its directory."""
-    tables = ("data", "partition", "model", "method", "methods", "train", "devices", "defence")
+    tables = ("data", "partition", "model", "method", "methods", "task", "train", "evaluate", "devices", "defence")
     method = """\
         `name` is one of [the methods](methods.md), or `package.module:Class` for
         [one of your own](../tutorials/add_a_method.md), which needs `--allow-code PACKAGE`; the other keys are the
@@ -310,20 +312,42 @@ def configuration_page() -> str:
     sections: list[tuple[str, str, list[str]]] = [
         ("At the top", "", keys(RunConfig, without=tables)),
         ("[data]", "The sources are listed in [Data](data.md).", keys(DataConfig)),
+        ("[data.transforms]", "", keys(Transforms, ["functions"])),
         ("[partition]", "Kinds and their options are listed in [Data](data.md).", keys(PartitionConfig, ["options"])),
         ("[model]", "Kinds and their options are listed in [Models](models.md).", keys(ModelConfig, ["options"])),
         ("[method] and [methods.NAME]", textwrap.dedent(method), []),
+        ("[task]", "", keys(TaskConfig)),
         ("[train]", "", keys(Settings)),
+        ("[evaluate]", "", [*keys(EvaluationSettings), "", *metrics_table()]),
         ("[devices]", "", keys(Devices)),
         ("[defence]", "", keys(Defence)),
         ("The policy of a deployment", "Options of `fedspan deploy run`, not keys of the file.", keys(Policy)),
     ]
-    classes = {"[train]": Settings, "[devices]": Devices, "[defence]": Defence}
+    classes = {"[task]": TaskConfig, "[train]": Settings, "[evaluate]": EvaluationSettings, "[devices]": Devices}
+    classes |= {"[defence]": Defence, "[data.transforms]": Transforms}
     parts = [textwrap.dedent(intro).splitlines()]
     for title, text, rows in sections:
         about = prose(classes[title].__doc__) if title in classes else text.splitlines()
         parts.append([f"## {title}", "", *about, "", *rows])
     return page("Configuration", *parts)
+
+
+def metrics_table() -> list[str]:
+    """The metrics that `evaluate.metrics` can name."""
+    from fedspan.learn.metrics import METRICS
+
+    rows = [
+        (f"`{name}`", ", ".join(sorted(m.kinds or ())) + (", two classes" if m.binary else ""), _better(m.higher))
+        for name, m in METRICS.items()
+    ]
+    return ["Metrics by name, beside `loss` and, of language models, `perplexity`:", "", *table(_METRIC_TITLES, rows)]
+
+
+_METRIC_TITLES = ("metric", "tasks", "better")
+
+
+def _better(higher: bool) -> str:
+    return "higher" if higher else "lower"
 
 
 GROUPS = """\

@@ -16,13 +16,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fedspan import testing, tree
+    from fedspan.data.client_objects import federate
     from fedspan.data.federated import FederatedData
     from fedspan.errors import ConfigError, DataError, Divergence, FedspanError, PromiseError
     from fedspan.learn.batches import All, Batch, Batches, Epochs, Portion, Steps, Validation
+    from fedspan.learn.metrics import Metric
     from fedspan.learn.optimizer import Optimizer, Schedule
     from fedspan.learn.server_optimizer import ServerOptimizer
     from fedspan.learn.sgd import adamw, gradient, gradient_and_value, hessian_product, mean_gradient, sgd
     from fedspan.learn.task import Task
+    from fedspan.learn.transforms import Transforms
     from fedspan.method import fields
     from fedspan.method.bases import Averaging, Sharing, Training
     from fedspan.method.capabilities import (
@@ -40,8 +43,10 @@ if TYPE_CHECKING:
     from fedspan.method.disclosure import Discloses
     from fedspan.method.protocol import About, ClientInfo, Down, Federation, Method, Round, Sent, Visit
     from fedspan.methods import METHODS, allow_code, make, register
+    from fedspan.randomness import normal, uniform
     from fedspan.report.figures import plot
     from fedspan.simulation.defence import Defence
+    from fedspan.simulation.protocols import EvaluationSettings
     from fedspan.simulation.result import Result
     from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import simulate
@@ -68,12 +73,14 @@ __all__ = [
     "Divergence",
     "Down",
     "Epochs",
+    "EvaluationSettings",
     "FederatedData",
     "Federation",
     "FedspanError",
     "Judged",
     "Lifts",
     "Method",
+    "Metric",
     "Observed",
     "Optimizer",
     "Outer",
@@ -90,39 +97,48 @@ __all__ = [
     "Steps",
     "Task",
     "Training",
+    "Transforms",
     "Validation",
     "Visit",
     "__version__",
     "adamw",
     "allow_code",
+    "federate",
     "fields",
     "gradient",
     "gradient_and_value",
     "hessian_product",
     "make",
     "mean_gradient",
+    "normal",
     "plot",
     "register",
     "sgd",
     "simulate",
     "testing",
     "tree",
+    "uniform",
 ]
 
 _PLACES: dict[str, str] = {
+    "fedspan.data.client_objects": "federate",
     "fedspan.data.federated": "FederatedData",
     "fedspan.errors": "ConfigError DataError Divergence FedspanError PromiseError",
     "fedspan.learn.batches": "All Batch Batches Epochs Portion Steps Validation",
+    "fedspan.learn.metrics": "Metric",
     "fedspan.learn.optimizer": "Optimizer Schedule",
     "fedspan.learn.server_optimizer": "ServerOptimizer",
     "fedspan.learn.sgd": "adamw gradient gradient_and_value hessian_product mean_gradient sgd",
     "fedspan.learn.task": "Task",
+    "fedspan.learn.transforms": "Transforms",
     "fedspan.method.bases": "Averaging Sharing Training",
     "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Judged Lifts Observed Ranked",
     "fedspan.method.disclosure": "Discloses",
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
     "fedspan.methods": "METHODS allow_code make register",
+    "fedspan.randomness": "normal uniform",
     "fedspan.report.figures": "plot",
+    "fedspan.simulation.protocols": "EvaluationSettings",
     "fedspan.simulation.result": "Result",
     "fedspan.simulation.defence": "Defence",
     "fedspan.simulation.settings": "Settings",

@@ -15,6 +15,9 @@ from torch import Tensor
 Tree: TypeAlias = dict[str, Any]
 """A nested dict whose leaves are tensors (or `Outer`)."""
 
+Inputs: TypeAlias = Any
+"""What a model takes: a tensor, or a tree of tensors (a dict by argument, a tuple by place), one row per example."""
+
 Params: TypeAlias = dict[str, Tensor]
 """A flat dict: parameter name to tensor, as `nn.Module.named_parameters` names them."""
 

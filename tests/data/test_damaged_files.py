@@ -15,6 +15,8 @@ import torch
 
 from fedspan.config import load_config
 from fedspan.data.formats import arrays, leaf, matlab, parquet
+from fedspan.data.tables.table_federation import table_data
+from fedspan.data.tables.table_layout import TableLayout
 from fedspan.errors import FedspanError
 from fedspan.storage.checkpoint import RunDirectory
 from fedspan.storage.client_store import ClientStore
@@ -65,6 +67,31 @@ def _parquet_pictures(folder: Path) -> Format:
         image.fromarray(rng.integers(0, 255, (6, 6), dtype=np.uint8)).save(out, "PNG")
         blobs.append(out.getvalue())
     return _table(folder, "pictures.parquet", {"image": blobs, "label": np.arange(8) % 2}, compression="none")
+
+
+_LAYOUT = TableLayout(client="user", target="label", missing="mean", unseen="zero")
+
+
+def _named(folder: Path, name: str) -> Format:
+    """The same numbers as a table with named columns."""
+    pa, csv = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.csv")
+    csv.write_csv(pa.table({**_numbers(), "kind": ["x", "y"] * 25}), folder / "named.csv")
+    if name.endswith(".gz"):
+        (folder / name).write_bytes(gzip.compress((folder / "named.csv").read_bytes(), mtime=0))
+    return folder / name, lambda p: table_data(str(p), _LAYOUT)
+
+
+def _csv(folder: Path) -> Format:
+    return _named(folder, "named.csv")
+
+
+def _csv_gz(folder: Path) -> Format:
+    return _named(folder, "named.csv.gz")
+
+
+def _parquet_named(folder: Path) -> Format:
+    path, _ = _table(folder, "named.parquet", {**_numbers(), "kind": ["x", "y"] * 25}, compression="none")
+    return path, lambda p: table_data(str(p), _LAYOUT)
 
 
 def _leaf(folder: Path) -> Format:
@@ -135,7 +162,7 @@ def _rows(folder: Path) -> Format:
 
 FORMATS = [
     _npz, _npz_plain, _parquet, _parquet_plain, _parquet_pictures, _leaf, _idx, _idx_gz, _mat, _mat_plain, _toml, _tree,
-    _manifest, _server, _rows,
+    _manifest, _server, _rows, _csv, _csv_gz, _parquet_named,
 ]  # fmt: skip
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flower_grid import LocalGrid, deployed, deployed_on, experiment_of
 from flwr.app import Error, Message
 
@@ -16,7 +18,9 @@ from fedspan.deploy.envelope import MOST_TEXT, printable, seal, unseal
 from fedspan.deploy.server.deployed_state import begin_or_parse
 from fedspan.deploy.server.server import Server
 from fedspan.errors import CheckpointError
+from fedspan.learn.metrics import Metric
 from fedspan.methods import FedAvg, FedLoRU
+from fedspan.simulation.protocols import EvaluationSettings
 from tools.fuzz_server import ROUNDS, fuzz_server
 
 Change = Callable[[dict[str, Any]], Any]
@@ -201,3 +205,43 @@ def test_hostile_conversations_change_nothing_for_the_honest() -> None:
     assert heard.fine, heard
     assert heard.conversations >= 200 and heard.resumed == ROUNDS * heard.runs
     assert heard.refused > 40 and heard.missing > 10  # they were heard, and not only lost
+
+
+LIES_ABOUT_METRICS: dict[str, tuple[Change, str]] = {
+    "more than one": (lambda f: f["metrics"].update(roc_auc=1.5), "roc_auc must lie in 0..1. Got 1.5"),
+    "below zero": (lambda f: f["metrics"].update(shift=-1e31), "shift must lie in -1e+30..1e+30"),
+    "another name": (lambda f: f["metrics"].update(x=1.0), "its metrics must be roc_auc, shift. Got roc_auc, shift, x"),
+    "one is missing": (lambda f: f["metrics"].pop("shift"), "its metrics must be roc_auc, shift. Got roc_auc"),
+    "no number": (lambda f: f["metrics"].update(shift="0.5"), "'metrics.shift' of its facts must be a valid number"),
+    "true": (lambda f: f["metrics"].update(shift=True), "'metrics.shift' of its facts must be"),
+    "strange reason": (lambda f: f["left_out"].update(y="x"), "its metrics must be roc_auc, shift"),
+    "long reason": (lambda f: f["left_out"].update(shift="x" * 300), "'left_out.shift' of its facts"),
+}
+
+
+def _shift(y: Any, p: Any) -> float:
+    return float(p[:, 0].mean() - 0.5)
+
+
+@pytest.mark.parametrize("case", LIES_ABOUT_METRICS)
+def test_a_lie_about_a_metric_costs_its_teller_only(case: str, tmp_path: Path) -> None:
+    change, reason = LIES_ABOUT_METRICS[case]
+    asked = EvaluationSettings(metrics=("roc_auc", Metric("shift", _shift)))
+    experiment = replace(experiment_of(FedAvg(), make_task(), 1), evaluate=asked)
+    server, grid = deployed_on(experiment, make_data(clients=4), tmp_path)
+    lying(grid, "evaluate", change)
+    result = server.run()
+    why = [r["why"] for r in server.transport.refusals]
+    assert why and all(w.startswith("client n2: ") and reason in w for w in why), why
+    assert result.per_client["shift"][2] is None and None not in result.per_client["shift"][:2]
+
+
+def test_a_node_says_which_metric_its_examples_do_not_define(tmp_path: Path) -> None:
+    data = make_data(clients=3)
+    y = data.y.clone()
+    y[torch.from_numpy(data.test[1])] = 2
+    asked = EvaluationSettings(metrics=("roc_auc",))
+    experiment = replace(experiment_of(FedAvg(), make_task(), 1), evaluate=asked)
+    result = deployed_on(experiment, replace(data, y=y), tmp_path)[0].run()
+    assert result.per_client["roc_auc"][1] is None and result.per_client["roc_auc"][0] is not None
+    assert result.evaluation["left_out"]["roc_auc"]["n1"] == "it needs examples of two classes"

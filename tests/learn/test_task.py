@@ -121,7 +121,7 @@ def test_frozen_parameters_are_constants() -> None:
 def test_a_model_that_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Task: the model has no trainable parameters\."):
         Task(nn.Sequential(nn.ReLU()))
-    with pytest.raises(ConfigError, match=r"kind must be classification, regression or language. Got 'ranking'"):
+    with pytest.raises(ConfigError, match=r"kind must be classification, .* or language. Got 'ranking'"):
         Task(nn.Linear(1, 1), "ranking")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"the model must be an nn.Module or build one. Got int"):
         Task(lambda: 3)  # type: ignore[arg-type, return-value]

@@ -367,7 +367,7 @@ def test_page_bears_missing_values_and_errors_instead_of_accuracy(tmp_path: Path
     _, words = read(
         write_page([run("a", measure="rmse"), run("b", values=(1.0, None), measure="rmse")], tmp_path / "y.html")
     )
-    assert "a is best on average: rmse 0.6" in words
+    assert "a is best on average: RMSE 0.6" in words
 
 
 def test_page_of_ten_runs_and_a_hundred_clients_is_small_and_quick(tmp_path: Path) -> None:

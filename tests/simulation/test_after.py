@@ -67,3 +67,17 @@ def test_without_a_step_nothing_differs() -> None:
     c = sim.result.per_client  # type: ignore[attr-defined]
     assert_close(torch.tensor(c["loss"]), torch.tensor(c["loss_after"]))
     assert tree.all_finite(sim.record.server)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "loop"])
+def test_fedas_is_judged_as_it_was_trained(mapping: str) -> None:
+    """Its `personal` aligns a received body; a model that has just been trained was aligned before, and stays."""
+    method = make("fedas", lr=0.1, lr_align=0.2, align_epochs=2)
+    sim = run(method, rounds=3, evaluate_after=True, mapping=mapping)
+    capacity, t, part = sim.record.capacity(4), sim.record.progress.round + 1, sim.data.test[4]
+    assert len(part)
+    down = sim.engine.able.download(sim.record.server, torch.tensor([4]), capacity, t)
+    visit, _, _ = sim.engine._visit(4, t, method.plan(), {})
+    kept, _ = method.client_update(sim.task, sim.record.row(4), down.shared, visit)
+    loss = judged(sim, 4, {**kept["theta"], **kept["h"]})
+    assert sim.result.per_client["loss_after"][4] == pytest.approx(loss, abs=1e-12)  # type: ignore[attr-defined]

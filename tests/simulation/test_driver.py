@@ -19,10 +19,11 @@ from fedspan.learn.task import Task
 from fedspan.method import Announces, Capacity, Down, Federation, Method, Round, Visit
 from fedspan.simulation.driver import RoundDriver
 from fedspan.simulation.engine import Engine
+from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.simulation.record import Record
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
-from fedspan.simulation.transport import Collected, Sums
+from fedspan.simulation.transport import Collected, MeasuredClients
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
@@ -96,10 +97,10 @@ class Notebook:
     def announce(self, news: Tree, ledger: Ledger) -> None:
         self.asked.append("announce")
 
-    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, after: bool = False) -> Sums:
+    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, way: JudgedModel = RECEIVED) -> MeasuredClients:
         self.asked.append(f"measure {t}")
         ledger.add(Direction.EVALUATE, 5)
-        return {"n": dict.fromkeys(chosen, 2.0), "loss": dict.fromkeys(chosen, 1.0)}
+        return MeasuredClients({"n": dict.fromkeys(chosen, 2.0), "loss": dict.fromkeys(chosen, 1.0)})
 
     def close(self) -> None:
         self.asked.append("close")

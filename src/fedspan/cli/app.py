@@ -84,7 +84,7 @@ for command in (
     with_code(report),
 ):
     app.command()(command)
-for command in (watch, targets, methods, data, with_code(partition), doctor):
+for command in (watch, targets, methods, with_code(partition), doctor):
     app.command()(command)
 for command in (with_code(export), with_code(onboard), with_code(capacity), theory, with_code(attack)):
     app.command()(command)
@@ -93,6 +93,7 @@ for entry in [*analyse.registered_commands, *deploy.registered_commands]:
     if entry.callback is not None and entry.callback.__name__ not in NAMES_NO_CODE:
         entry.callback = with_code(entry.callback, settings=entry.callback.__name__ not in SERVES_OTHERS)
 app.add_typer(analyse, name="analyse")
+app.add_typer(data, name="data")
 app.add_typer(deploy, name="deploy")
 app.add_typer(new, name="new")
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fedspan.config import RunConfig
+    from fedspan.report.measures import Measure
     from fedspan.report.runs import Run
 
 
@@ -38,6 +39,9 @@ Aim = Annotated[
     typer.Option("--target", help="Runs: the accuracy (0 to 1) or error to reach; default near the best."),
 ]
 Against = Annotated[str, typer.Option("--against", help="Runs: compare client by client with this row; default best.")]
+Leading = Annotated[
+    str | None, typer.Option("--measure", help="Runs: the measure that leads; default: all, the file's first first.")
+]
 Pictures = Annotated[
     list[Picture] | None, typer.Option("--format", help="Runs: figures in --out; default pdf and png.")
 ]
@@ -57,6 +61,7 @@ def compare(
     against: Against = "",
     out: Out = None,
     kinds: Pictures = None,
+    measure: Leading = None,
     fresh: Fresh = False,
     quiet: Quiet = False,
     tune: Tune = None,
@@ -74,10 +79,12 @@ def compare(
             raise ConfigError(
                 "compare: --methods, --seeds, --tune and --fresh go with an experiment file. Got finished runs."
             )
-        compare_runs([exp, *map(Path, overrides or [])], target, against or None, out, kinds)
+        compare_runs([exp, *map(Path, overrides or [])], target, against or None, out, kinds, measure)
         return
-    if target is not None or against or kinds:
-        raise ConfigError("compare: --target, --against and --format go with finished runs. Got an experiment file.")
+    if target is not None or against or kinds or measure:
+        raise ConfigError(
+            "compare: --target, --against, --measure and --format go with finished runs. Got an experiment file."
+        )
     from fedspan.cli.running import run_all
     from fedspan.config import load_config
     from fedspan.studies.tuning import split_spaces
@@ -161,22 +168,41 @@ def labels(names: list[str]) -> dict[str, str]:
 
 
 def compare_runs(
-    paths: list[Path], target: float | None, against: str | None, out: Path | None, kinds: list[Picture] | None
+    paths: list[Path],
+    target: float | None,
+    against: str | None,
+    out: Path | None,
+    kinds: list[Picture] | None,
+    named: str | None = None,
 ) -> None:
     """Finished runs as a table, with what it took to reach a target, and client by client against one of them."""
     from fedspan import report
-    from fedspan.report import paired
+    from fedspan.report import paired, side_by_side
+    from fedspan.report.measures import measure_of, measures_of
+    from fedspan.report.runs import group
     from fedspan.report.tables import usual_target
 
     runs = finished_runs(paths)
+    measure = measure_of(runs, named)
     if target is None:
-        target = usual_target(report.summary_rows(runs))
-    rows = report.summary_rows(runs, target)
-    found = paired.pairs(runs, against)
+        target = usual_target(report.summary_rows(runs, measure=measure))
+    rows = report.summary_rows(runs, target, measure)
     show(report.to_rich(rows))
-    if found:
-        made = paired.grid(found)
+    judged = [measure] if named else measures_of(runs)
+    for each in judged:
+        if ways := side_by_side.protocol_rows(runs, each):
+            say(f"{each.title}, as other protocols of evaluation report it:")
+            made = side_by_side.grid(ways, each)
+            show(table(made.titles, [[c.text for c in row] for row in made.rows], right=range(3, len(made.titles))))
+    for sentence in side_by_side.left_out(group(runs)):
+        note(sentence)
+    found = {each: some for each in judged if (some := paired.pairs(runs, against, each))}
+    for each, some in found.items():
+        if len(judged) > 1:
+            say(f"Client by client, {each.words}:")
+        made = paired.grid(some)
         show(table(made.titles, [[c.text for c in row] for row in made.rows], right=range(1, len(made.titles))))
+    if found:
         say(paired.NOTE)
     else:
         note("Nothing to compare client by client: no two rows have the same clients and seeds.")
@@ -185,12 +211,15 @@ def compare_runs(
     user_path(out, "--out")
     out.mkdir(parents=True, exist_ok=True)
     texts = {"table.md": report.to_markdown(rows), "table.csv": report.to_csv(rows), "table.tex": report.to_latex(rows)}
-    if found:
-        texts |= {"paired.md": paired.to_markdown(found), "paired.csv": paired.to_csv(found)}
-        texts |= {"paired.tex": paired.to_latex(found)}
+    if ways_told := side_by_side.to_markdown(runs):
+        texts |= {"protocols.md": ways_told, "protocols.csv": side_by_side.to_csv(runs)}
+    for each, some in found.items():
+        name = "paired" if each == judged[0] else f"paired-{each.name}"
+        texts |= {f"{name}.md": paired.to_markdown(some), f"{name}.csv": paired.to_csv(some)}
+        texts |= {f"{name}.tex": paired.to_latex(some)}
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8", newline="\n")
-    pictures = _figures(runs, against, bool(found))
+    pictures = _figures(runs, against, list(found), judged)
     written = [*texts]
     for name, draw in pictures.items():
         for kind in kinds or [Picture.pdf, Picture.png]:
@@ -198,14 +227,24 @@ def compare_runs(
     say(f"Written to {out}: {', '.join(written)}")
 
 
-def _figures(runs: list[Run], against: str | None, differ: bool) -> dict[str, Callable[[], Figure]]:
+def _figures(
+    runs: list[Run], against: str | None, differ: list[Measure], judged: list[Measure]
+) -> dict[str, Callable[[], Figure]]:
+    """Figures by the first measure, and those of clients and rounds by the others."""
     from fedspan.report import figures, paired
 
+    first = judged[0]
     found: dict[str, Callable[[], Figure]] = {
-        "over-rounds": partial(figures.curves_figure, runs, "round"),
-        "over-bytes": partial(figures.curves_figure, runs, "bytes"),
-        "over-time": partial(figures.curves_figure, runs, "seconds"),
-        "clients": partial(figures.clients_figure, runs),
+        "over-rounds": partial(figures.curves_figure, runs, "round", first),
+        "over-bytes": partial(figures.curves_figure, runs, "bytes", first),
+        "over-time": partial(figures.curves_figure, runs, "seconds", first),
+        "clients": partial(figures.clients_figure, runs, first),
         "bytes": partial(figures.bytes_figure, runs),
     }
-    return found | ({"differences": partial(paired.differences_figure, runs, against)} if differ else {})
+    for measure in judged[1:]:
+        found[f"over-rounds-{measure.name}"] = partial(figures.curves_figure, runs, "round", measure)
+        found[f"clients-{measure.name}"] = partial(figures.clients_figure, runs, measure)
+    for measure in differ:
+        end = "" if measure == first else f"-{measure.name}"
+        found[f"differences{end}"] = partial(paired.differences_figure, runs, against, measure)
+    return found

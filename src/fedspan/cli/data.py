@@ -1,4 +1,4 @@
-"""`fedspan data` and `fedspan partition`: what there is, and a look at a split before training."""
+"""`fedspan data` and `fedspan partition`: what there is, how to get it, and a look at a split before training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.console import out, say, show, table, user_path
+from fedspan.cli.console import out, say, show, size, table, user_path
 from fedspan.errors import ConfigError
 
 Root = Annotated[str | None, typer.Option("--root", help="Where data sets lie; default $FEDSPAN_DATA.")]
@@ -21,16 +21,45 @@ Png = Annotated[Path | None, typer.Option("--png", help="Also draw it to a file 
 Rows = Annotated[int, typer.Option("--rows", help="Rows of the table.", min=0)]
 
 
-def data(root: Root = None) -> None:
-    """List the sources of data and which of them are found on this machine."""
+data = typer.Typer(help="List the sources of data and which of them are found on this machine; `get` gets one.")
+
+
+@data.callback(invoke_without_command=True)
+def sources(ctx: typer.Context, root: Root = None) -> None:
+    """List the sources of data and which of them are found on this machine; `get` gets one."""
+    if ctx.invoked_subcommand is not None:
+        return
     from fedspan.data import PARTITIONS, SOURCES
 
     rows = [(name, found(name, root), about) for name, about in SOURCES.items()]
     show(table(["source", "found", "what it is"], rows))
     base = root or os.environ.get("FEDSPAN_DATA")
     say(f"Looked under {base}." if base else "No folder to look in: set $FEDSPAN_DATA or data.root.")
+    say("`fedspan data get NAME` gets one that is not there.")
     parts = [(k, ", ".join(f"{o}={v}" for o, v in p.options.items()), p.description) for k, p in PARTITIONS.items()]
     show(table(["partition", "options", "what it does"], parts))
+
+
+@data.command()
+def get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A data set of `fedspan data`.", show_default=False)],
+    mirror: Annotated[
+        str | None, typer.Option("--mirror", help="A folder that holds it, instead of the Hugging Face hub.")
+    ] = None,
+    root: Annotated[str | None, typer.Option("--root", help="Where to put it; default $FEDSPAN_DATA.")] = None,
+) -> None:
+    """Get a known data set, once, from the Hugging Face hub or a local mirror, and put it where runs look for it."""
+    from fedspan.data.sources.fetch import data_root, fetch
+
+    if name != "digits":
+        say(f"{name} goes to {data_root(root) / name}, from {mirror or 'the Hugging Face hub'}.")
+    made = fetch(name, root, mirror)
+    if not made.files:
+        say(f"{name} comes from {made.origin}.")
+        return
+    total = sum((made.place / f).stat().st_size for f in made.files)
+    say(f"{made.place}: {', '.join(made.files)} ({size(total)}), from {made.origin}.")
+    say(f"Use it with data.source={name} and FEDSPAN_DATA={made.place.parent}.")
 
 
 def found(name: str, root: str | None) -> str:

@@ -175,7 +175,9 @@ def node(
     bundle: Annotated[
         Path | None, typer.Option("--bundle", help="What the server's operator sent back, at the first start.")
     ] = None,
-    data: Annotated[Path | None, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test.")] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test; or a table (.csv, .parquet).")
+    ] = None,
     loader: Annotated[str | None, typer.Option("--loader", help="package.module:function that returns them.")] = None,
     partition: Annotated[
         int | None, typer.Option("--partition", help="A client of the experiment's partition.")
@@ -334,17 +336,18 @@ def proxy(
 @deploy.command()
 def predict(
     folder: NodeFolder,
-    data: Annotated[Path, typer.Option("--data", help="npz with x, and perhaps y to compare with.")],
+    data: Annotated[Path, typer.Option("--data", help="npz with x, or a table; perhaps with labels to compare with.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="Write labels and probabilities (.npz, .csv), or labels alone (.npy).")
     ] = None,
 ) -> None:
     """Predict with a node's personal model, on the node, without the server; labels are not needed."""
-    from fedspan.deploy.node.inference import check_out, predict_file, write_predictions
+    from fedspan.data.tables.arrow_files import is_table
+    from fedspan.deploy.node.inference import check_out, predict_file, predict_table, write_predictions
 
     if out is not None:
         check_out(user_path(out, "--out"))
-    found = predict_file(folder, data)
+    found = predict_table(folder, data) if is_table(data) else predict_file(folder, data)
     if out is not None:
         write_predictions(out, found)
     else:
@@ -449,15 +452,17 @@ def _warn(config: RunConfig, clients: int) -> None:
         note(sentence)
 
 
-def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind:
-    """What examples look like: from the source's name, from data, or as the user says."""
+def _kind(config: RunConfig, data: Any, shape: str | None = None) -> DataKind | None:
+    """What examples look like: from the source's name, from data, or as the user says; None for nodes' own tables."""
     from fedspan.deploy.experiment import DataKind, kind_of
 
     known = kind_of(config)
     if known is not None:
         return known
     if data is not None:
-        return DataKind(tuple(data.x.shape[1:]), data.classes)
+        return DataKind.of(data)
+    if config.data.is_table:
+        return None
     if shape is None:
         raise ConfigError(f"deploy run: the source '{config.data.source}' is not a known one; say --shape 3,32,32.")
     try:
@@ -488,9 +493,15 @@ def _outcome(out: Path) -> None:
     except (OSError, ValueError) as e:
         raise FedspanError(f"deploy: {out / 'result.json'} cannot be read ({type(e).__name__}).") from None
     measured = result["per_client"]
-    shown = "accuracy" if "accuracy" in measured else "loss"
+    usual = "accuracy" if "accuracy" in measured else "loss"
+    shown = [usual, *(m for m in result.get("evaluation", {}).get("metrics", {}) if m in measured and m != usual)]
     rows = [
-        (name, n, "n/a" if v is None else f"{100 * v:.2f} %" if shown == "accuracy" else f"{v:.4f}")
-        for name, n, v in zip(result["names"], measured["n"], measured[shown])
+        (name, n, *(_measured(measured[m][k], m) for m in shown))
+        for k, (name, n) in enumerate(zip(result["names"], measured["n"]))
     ]
-    show(table(["node", "test examples", f"personal {shown}"], rows, right=(1, 2)))
+    titles = ["node", "test examples", *(f"personal {m}" for m in shown)]
+    show(table(titles, rows, right=range(1, len(titles))))
+
+
+def _measured(value: float | None, measure: str) -> str:
+    return "n/a" if value is None else f"{100 * value:.2f} %" if measure == "accuracy" else f"{value:.4f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 Data = Annotated[
-    Path, typer.Option("--data", help="npz with x, y, perhaps x_test, y_test; pictures as bytes or in 0..1.")
+    Path,
+    typer.Option("--data", help="npz with x, y, perhaps x_test, y_test (pictures as bytes or in 0..1), or a table."),
 ]
 Name = Annotated[str, typer.Option("--client-name", help="What to call the client.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the personal model (.safetensors).")]
@@ -37,16 +39,24 @@ def onboard(
 
     Without x_test and y_test, a quarter of x is kept for testing. x is prepared as the run's source was.
     """
-    from fedspan.config.client_file import read_own
+    from fedspan.config.client_file import read_own, read_own_table
     from fedspan.simulation import onboarding as joining
 
     if out is not None:
         _check_out(out)
     config, simulation = open_run(run, "onboard")
-    source, prepared = read_own(data, config, simulation.data.classes, compare=True)
-    x, y, held = source.x, source.y, len(source.test_rows)
-    end = len(x) - held
-    parts = (x[:end], y[:end], *((x[end:], y[end:]) if held else ()))
+    if simulation.data.preprocessing is not None:
+        made = read_own_table(data, config, simulation.data.preprocessing)
+        train, test = made.train[0], made.test[0]
+        parts = (made.x[train], made.y[train], *((made.x[test], made.y[test]) if len(test) else ()))
+        prepared = (
+            f"a table, prepared as the run's: {len(made.preprocessing.names) if made.preprocessing else 0} inputs"
+        )
+    else:
+        source, prepared = read_own(data, config, simulation.data.classes, compare=True)
+        x, y, held = source.x, source.y, len(source.test_rows)
+        end = len(x) - held
+        parts = (x[:end], y[:end], *((x[end:], y[end:]) if held else ()))
     new = joining.onboard(simulation, *parts, name=name)
     alone = joining.train_alone(simulation, new)
     other = _join_beside(beside, run, config, new)
@@ -59,14 +69,16 @@ def onboard(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    rows = [(f"{new.method} (joined)", _how(new), *_cells(new.measures, new.seconds))]
+    names = [m.name for m in simulation.engine.gathered]
+    rows = [(f"{new.method} (joined)", _how(new), *_cells(new.measures, names, new.seconds))]
     how = f"{alone.epochs} epochs, lr {alone.lr:g} by validation"
-    rows.append(("trained alone", how, *_cells(alone.measures, alone.seconds)))
+    rows.append(("trained alone", how, *_cells(alone.measures, names, alone.seconds)))
     if other is not None:
-        rows.append((f"{other.method} (joined)", _how(other), *_cells(other.measures, other.seconds)))
+        rows.append((f"{other.method} (joined)", _how(other), *_cells(other.measures, names, other.seconds)))
     say(f"{name} joins {run.name} after round {new.round}: {found['train']} training, {found['test']} test examples.")
     say(f"x: {prepared}.")
-    show(table(["", "how", "accuracy %", "loss", "seconds"], rows, right=(2, 3, 4)))
+    titles = ["", "how", "accuracy %", "loss", *names, "seconds"]
+    show(table(titles, rows, right=range(2, len(titles))))
     say(f"Sent: 0 bytes up, {size(new.bytes_down)} down (once).{_others(run)}")
     if out is not None:
         say(f"Model: {out}")
@@ -106,10 +118,10 @@ def _facts(new: Onboarded, prepared: str) -> dict[str, Any]:
     }
 
 
-def _cells(measures: dict[str, float], seconds: float) -> tuple[str, str, str]:
-    accuracy, loss = measures.get("accuracy"), measures.get("loss")
-    shown = "n/a" if accuracy is None else f"{100 * accuracy:.2f}"
-    return shown, "n/a" if loss is None else f"{loss:.4f}", f"{seconds:.2f}"
+def _cells(measures: dict[str, float], metrics: Sequence[str], seconds: float) -> list[str]:
+    accuracy = measures.get("accuracy")
+    rest = ["n/a" if (v := measures.get(name)) is None else f"{v:.4f}" for name in ("loss", *metrics)]
+    return ["n/a" if accuracy is None else f"{100 * accuracy:.2f}", *rest, f"{seconds:.2f}"]
 
 
 def _how(new: Onboarded) -> str:

@@ -27,12 +27,18 @@ class TableFormat(StrEnum):
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or folders of them.")]
 File = Annotated[Path | None, typer.Option("--out", help="File to write; html: default report.html in the first RUN.")]
 Kind = Annotated[TableFormat, typer.Option("--format", help="A page (html), or the table alone.")]
+Leading = Annotated[
+    str | None, typer.Option("--measure", help="The measure that leads a table; default: the first of the runs.")
+]
 Title = Annotated[str, typer.Option("--title", help="Title of the page.")]
 
 
-def report(runs: Runs, out: File = None, kind: Kind = TableFormat.html, title: Title = "") -> None:
+def report(
+    runs: Runs, out: File = None, kind: Kind = TableFormat.html, title: Title = "", named: Leading = None
+) -> None:
     """Write one page, or one table, of finished runs."""
     from fedspan import report as reports
+    from fedspan.report.measures import measure_of
 
     found = finished_runs(runs)
     if out is not None:
@@ -40,11 +46,13 @@ def report(runs: Runs, out: File = None, kind: Kind = TableFormat.html, title: T
         if not out.resolve().parent.is_dir():
             raise ConfigError(f"--out: the folder {out.parent} must exist. Make it first.")
     if kind is TableFormat.html:
+        if named is not None:
+            raise ConfigError("report: --measure goes with a table (--format); a page shows every measure.")
         where = out or runs[0] / "report.html"
         reports.write_page(found, where, title or runs[0].resolve().name)
         say(f"Report: {where}")
         return
-    rows = reports.summary_rows(found)
+    rows = reports.summary_rows(found, measure=measure_of(found, named))
     write = {
         TableFormat.markdown: reports.to_markdown,
         TableFormat.csv: reports.to_csv,

@@ -33,7 +33,8 @@ def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):  # FedspanError is a ValueError: then it has to be run
         result: dict[str, Any] = json.loads((directory / "result.json").read_text(encoding="utf-8"))
         check_format(result, str(directory / "result.json"))
-        same = load_config(directory / "config.toml").identity() == config.identity()
+        held = load_config(directory / "config.toml")
+        same = held.identity() == config.identity() and held.evaluate == config.evaluate
         return result if same and result["rounds"] >= config.rounds else None
     return None
 
@@ -79,6 +80,7 @@ def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, re
         config=config.recorded(),
         read_only=read_only,
         devices=config.devices,
+        evaluate=config.evaluate,
         defence=config.defence,
     )
 
@@ -127,7 +129,8 @@ def execute(
     for message in simulation.messages:
         _note_once(message, said)
     progress = simulation.record.progress
-    shown = _Shown(label or config.method["name"], config.rounds, progress.round, _traffic(progress.totals), quiet)
+    sent, lead = _traffic(progress.totals), [m.name for m in config.evaluate.found()]
+    shown = _Shown(label or config.method["name"], config.rounds, progress.round, sent, quiet, lead)
     try:
         with shown:
             simulation.run(shown.on_round)
@@ -154,8 +157,10 @@ def _traffic(totals: Any) -> float:
 class _Shown:
     """Rounds as they are done: a bar on a terminal, otherwise a line now and then."""
 
-    def __init__(self, label: str, rounds: int, done: int, sent: float, quiet: bool) -> None:
-        self.label, self.rounds, self.quiet, self.sent = label, rounds, quiet, sent
+    def __init__(
+        self, label: str, rounds: int, done: int, sent: float, quiet: bool, metrics: Sequence[str] = ()
+    ) -> None:
+        self.label, self.rounds, self.quiet, self.sent, self.metrics = label, rounds, quiet, sent, metrics
         self.start, self.first = time.monotonic(), done
         self.accuracy = ""
         self.every = max(1, -(-rounds // 5))
@@ -181,6 +186,10 @@ class _Shown:
             self.accuracy = f"accuracy {100 * found['mean']:.1f} %"
         elif line.get("loss"):
             self.accuracy = f"loss {line['loss']['mean']:.4g}"
+        asked = [f"{m} {line[m]['mean']:.4g}" for m in self.metrics if m not in ("accuracy", "loss") and line.get(m)]
+        if asked:
+            usual = [self.accuracy] if found and "accuracy" in self.metrics else []
+            self.accuracy = ", ".join([*usual, *asked])
         self.sent += _traffic(line["bytes"])
         facts = ", ".join(filter(None, (self.accuracy, f"{self.sent / 1e6:,.2f} MB")))
         if self.bar is not None:

@@ -22,6 +22,14 @@ Loss = Annotated[
     list[float] | None,
     typer.Option("--loss", help="A target for runs without accuracy; may be repeated.", show_default=False),
 ]
+Named = Annotated[
+    str | None,
+    typer.Option("--measure", help="The measure of --target, such as roc_auc; default: the first of the runs."),
+]
+Aims = Annotated[
+    list[float] | None,
+    typer.Option("--target", help="A target of any measure, in its own unit; may be repeated.", show_default=False),
+]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Also write the table as CSV.", show_default=False)]
 Drawn = Annotated[
     Path | None,
@@ -31,7 +39,15 @@ Drawn = Annotated[
 ]
 
 
-def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv = None, drawn: Drawn = None) -> None:
+def targets(
+    runs: Runs,
+    accuracy: Accuracy = None,
+    loss: Loss = None,
+    aims: Aims = None,
+    named: Named = None,
+    csv: Csv = None,
+    drawn: Drawn = None,
+) -> None:
     """Rounds and bytes that finished runs needed to reach a target, one row per method, means over seeds.
 
     Runs with a section devices also show the time on these and the operations of all clients.
@@ -45,10 +61,15 @@ def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv =
             user_path(path, "targets: the file")
     found = finished_runs(runs)
     wanted = [*(accuracy or []), *(loss or [])]
-    percent = measure_of(found).percent
-    if not wanted or (loss if percent else accuracy):
-        raise ConfigError(f"targets: these runs need --{'accuracy' if percent else 'loss'} with a number.")
-    measure, rows = of.reached(found, wanted)
+    if (aims or named) and wanted:
+        raise ConfigError("targets: --target and --measure take the place of --accuracy and --loss. Got both.")
+    percent = measure_of(found, named).percent
+    if aims:
+        wanted = aims
+    elif not wanted or (loss if percent else accuracy):
+        option = "target" if named else "accuracy" if percent else "loss"
+        raise ConfigError(f"targets: these runs need --{option} with a number.")
+    measure, rows = of.reached(found, wanted, named)
     columns = [measure.title, "method", "rounds", "up", "down", "together", "seconds", "on devices", "operations"]
     shown = len(columns) if any(r.clock is not None for r in rows) else 7
     cells = [_cells(r, measure.text(r.target))[:shown] for r in rows]
@@ -59,7 +80,7 @@ def targets(runs: Runs, accuracy: Accuracy = None, loss: Loss = None, csv: Csv =
         csv.write_text(of.to_csv(measure, rows), encoding="utf-8", newline="\n")
         say(f"Table: {csv}")
     if drawn is not None:
-        say(f"Figure: {save(lambda: of.figure(found, wanted), drawn)}")
+        say(f"Figure: {save(lambda: of.figure(found, wanted, named), drawn)}")
 
 
 def _cells(r: Reached, target: str) -> list[str]:

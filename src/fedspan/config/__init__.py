@@ -7,12 +7,15 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fedspan.config.overrides import apply_overrides
-from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, known_shape
+from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, TaskConfig, known_shape
 from fedspan.data import FederatedData, Source, load, partition
+from fedspan.data.federated import shape_of
 from fedspan.data.partitions.kinds import groups_known_by, knows_groups
+from fedspan.data.tables.arrow_files import is_table
+from fedspan.data.tables.table_federation import table_data
 from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.learn.task import Task
 from fedspan.method import Method
@@ -24,6 +27,7 @@ from fedspan.randomness import torch_seed
 from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices, assign
 from fedspan.simulation.identity import of_config
+from fedspan.simulation.protocols import EvaluationSettings
 from fedspan.simulation.settings import Settings
 from fedspan.storage.toml import checked, parse_toml, plain, read_small, short, write_toml
 
@@ -47,7 +51,9 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     method: dict[str, Any] = field(default_factory=lambda: {"name": "fedavg"})
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    task: TaskConfig = field(default_factory=TaskConfig)
     train: Settings = field(default_factory=Settings)
+    evaluate: EvaluationSettings = field(default_factory=EvaluationSettings)
     devices: Devices = field(default_factory=Devices)
     defence: Defence | None = None
     """How uploads are judged; if nothing is said a simulation believes them all, and `fedspan deploy` writes it in."""
@@ -67,7 +73,7 @@ class RunConfig:
                 f"Data: model '{self.model.kind}' needs instruction records (.json or .jsonl). Got source"
                 f" '{self.data.source}'."
             )
-        if known is not None:
+        if known is not None and self.task.kind in ("auto", "classification"):
             for kind in self.model.kinds or (self.model.kind,):
                 with torch_seed(0):
                     self.model.module(*known, kind)
@@ -78,7 +84,8 @@ class RunConfig:
             raise ConfigError(
                 f"Partition: clients must be at most the number of examples, {at_most}. Got {self.partition.clients}."
             )
-        if self.train.evaluate_part == "validation" and self.partition.validation == 0:
+        marked = self.data.table.split is not None  # the column may mark validation rows
+        if self.train.evaluate_part == "validation" and self.partition.validation == 0 and not marked:
             raise ConfigError("Train: evaluate_part 'validation' needs partition.validation above 0. Got 0.")
 
     def fields_of(self, name: str, compared: Iterable[str] = ()) -> tuple[dict[str, Any], list[str]]:
@@ -117,19 +124,21 @@ class RunConfig:
         values = plain(
             {
                 **{k: getattr(self, k) for k in ("name", "seed", "rounds")},
-                "data": dataclasses.asdict(self.data),
+                "data": self.data.to_dict(),
                 "partition": part | part.pop("options"),
                 "model": model | model.pop("options"),
                 "method": self.method,
                 "methods": self.methods,
+                "task": _changed(self.task),
                 "train": dataclasses.asdict(self.train),
+                "evaluate": _changed(self.evaluate),
                 "devices": plain(dataclasses.asdict(self.devices)) if self.devices != Devices() else {},
                 "defence": {} if self.defence is None else dataclasses.asdict(self.defence),
             }
         )
-        for table, key in ((values["data"], "columns"), (values, "methods"), (values, "devices"), (values, "defence")):
-            if not table[key]:
-                del table[key]
+        for key in ("methods", "task", "evaluate", "devices", "defence"):
+            if not values[key]:
+                del values[key]
         return values
 
     def recorded(self) -> dict[str, Any]:
@@ -165,7 +174,8 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     for key in values:
         if key not in known:
             raise ConfigError(f"Config: unknown key '{key[:60]}'.{nearest(key[:60], known)}")
-    for key in ("data", "partition", "model", "method", "methods", "train", "devices", *values.keys() & {"defence"}):
+    sections = ("data", "partition", "model", "method", "methods", "task", "train", "evaluate", "devices")
+    for key in (*sections, *values.keys() & {"defence"}):
         if not isinstance(values.setdefault(key, {}), dict):
             raise ConfigError(f"Config: {key} must be a section ([{key}]). Got {short(values[key])}.")
     if not isinstance(values["name"], str):
@@ -178,16 +188,27 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     values["method"] = {"name": "fedavg", **values["method"]}
     if not isinstance(values["method"]["name"], str):
         raise ConfigError(f"Method: name must be a string. Got {short(values['method']['name'])}.")
-    values["partition"] = {"clients": 10, **values["partition"]} if not values["partition"] else values["partition"]
+    if not values["partition"]:  # a table mostly says whose its rows are
+        values["partition"] = (
+            {"kind": "natural", "min_samples": 1} if _says_clients(values["data"]) else {"clients": 10}
+        )
     return RunConfig(
-        **{k: v for k, v in values.items() if k not in ("data", "partition", "model", "train", "devices", "defence")},
+        **{k: values[k] for k in ("name", "seed", "rounds", "method", "methods") if k in values},
         data=build(DataConfig, values["data"], "Data"),
         partition=_open_ended(PartitionConfig, values["partition"], "Partition"),
         model=_open_ended(ModelConfig, values["model"], "Model"),
+        task=build(TaskConfig, values["task"], "Task"),
         train=build(Settings, values["train"], "Train"),
+        evaluate=build(EvaluationSettings, values["evaluate"], "Evaluate"),
         devices=build(Devices, values["devices"], "Devices"),
         defence=build(Defence, values["defence"], "Defence") if "defence" in values else None,
     )
+
+
+def _says_clients(data: Mapping[str, Any]) -> bool:
+    """Whether a table names its clients: by a column, or as a folder with one file for each."""
+    source = str(data.get("source", ""))
+    return "client" in data or ("target" in data and not is_table(Path(source)))
 
 
 def _open_ended(cls: type[Any], values: dict[str, Any], who: str) -> Any:
@@ -200,6 +221,12 @@ def _open_ended(cls: type[Any], values: dict[str, Any], who: str) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ writing
+
+
+def _changed(section: Any) -> dict[str, Any]:
+    """The keys of a section that are not as they would be without it."""
+    usual = type(section)()
+    return {f.name: v for f in fields(section) if (v := getattr(section, f.name)) != getattr(usual, f.name)}
 
 
 def to_toml(config: RunConfig) -> str:
@@ -218,9 +245,18 @@ def _source(source: str, root: str | None, size: int | None, limit: int | None, 
 
 def assemble_data(config: RunConfig) -> FederatedData:
     """Load and divide the data; a source is read once per process."""
+    return replace(_divided(config), transforms=config.data.transformation(load=True))
+
+
+def _divided(config: RunConfig) -> FederatedData:
     d, p = config.data, config.partition
     if is_language(config.model.kind):
         return _instructions(config)
+    if d.is_table:
+        return table_data(
+            d.source, d.table, root=d.root, kind=p.kind, clients=p.clients, seed=config.seed, split=p.split,
+            validation=p.validation, test=p.test, limit=d.limit, **p.options,
+        )  # fmt: skip
     seed = config.seed if d.limit is not None else 0  # the seed only chooses which examples are kept
     source = _source(d.source, d.root, d.size, d.limit, d.classes, tuple(sorted(d.columns.items())), seed)
     return partition(source, p.kind, p.clients, config.seed, p.split, p.validation, p.test, **p.options)
@@ -253,20 +289,18 @@ def assemble(config: RunConfig, data: FederatedData | None = None) -> tuple[Meth
     """The method, the task and the data of an experiment; other data can be given in their place."""
     method = config.only(config.method["name"])
     data = assemble_data(config) if data is None else data
-    shape, outputs = tuple(data.x.shape[1:]), data.classes or 1
-    dtype = config.train.torch_dtype
-    kind: Literal["classification", "regression", "language"]
-    if is_language(config.model.kind):
-        kind = "language"
-    else:
-        kind = "classification" if data.classes is not None else "regression"
+    shape, dtype = shape_of(data.x), config.train.torch_dtype
+    kind = "language" if is_language(config.model.kind) else config.task.kind_for(data)
+    several = kind in ("multi-label", "regression")
+    outputs = data.y[0].numel() if several else 1 if kind == "survival" else data.classes or 1
+    positions = tuple(data.y.shape[1:]) if kind == "tagging" else ()
+    own = config.task.options()
 
     def of(name: str) -> Task:
         # Task seeds torch with (seed, "init") around this function, so that the weights depend on nothing else.
-        build = lambda: config.model.module(shape, outputs, name)
-        return Task(
-            build, kind, head=config.model.head, zero_head=config.model.zero_head, dtype=dtype, seed=config.seed
-        )
+        build = lambda: config.model.module(shape, outputs, name, positions)
+        where: dict[str, Any] = {"head": config.model.head, "zero_head": config.model.zero_head}
+        return Task(build, kind, **where, **own, dtype=dtype, seed=config.seed)
 
     kinds = config.model.kinds
     task = Task.family({name: of(name) for name in kinds}, kinds) if kinds else of(config.model.kind)

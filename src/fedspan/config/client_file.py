@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from fedspan.data.federated import FederatedData, Index, split
 from fedspan.data.formats.arrays import npz_parts
 from fedspan.data.sources.assemble import Source, assemble
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.data.sources.load import MAX_BYTES, load
+from fedspan.data.tables.arrow_files import ENDINGS, is_table, read_table
+from fedspan.data.tables.preprocessing import Preprocessing
+from fedspan.data.tables.table_columns import columns_of
+from fedspan.data.tables.table_federation import examples_of_one, one_client
 from fedspan.errors import DataError
 
 if TYPE_CHECKING:
     from fedspan.config import RunConfig
+
+
+def read_own_table(path: Path, config: RunConfig, agreed: Preprocessing) -> FederatedData:
+    """A client's own table, prepared as those of a run were; without a split column a part of its rows is for testing.
+
+    Raises:
+        DataError: naming column and row, if it is not like the run's tables.
+    """
+    if not is_table(path):
+        raise DataError(f"Data: a client's own data must be a table ({', '.join(ENDINGS)}). Got {path.name!r}.")
+    columns = columns_of(read_table(path, MAX_BYTES), path.name)
+    layout = config.data.table
+    if layout.split is not None and layout.split not in columns:
+        layout = replace(layout, split=None)
+
+    def divided(n: int) -> tuple[Index, Index, Index]:
+        return split(np.arange(n, dtype=np.int64), 0, config.seed, config.partition.test)
+
+    columns, parts = one_client(columns, layout, path.name, divided)
+    return examples_of_one(columns, parts, layout, agreed, path.name)
 
 
 def read_own(path: Path, config: RunConfig, classes: int | None, compare: bool = False) -> tuple[Source, str]:

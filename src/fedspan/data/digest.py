@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fedspan import tree
 from fedspan.data.federated import FederatedData
 
 PIECE = 64 << 20  # bytes hashed at a time, so that a pool that is not contiguous is never copied whole
@@ -19,13 +20,16 @@ def data_digest(data: FederatedData) -> dict[str, str]:
     What is hashed is what is trained on, in memory and in the run's precision: SHA-256 reads about 2 GB/s, less time
     than loading took, and no date of a file has to be believed.
     """
+    paths = [path for path, _ in tree.items(data.x)]
     relabel = [] if data.relabel is None else [data.relabel]
     groups = [] if data.groups is None else [data.groups]
     rows = [torch.from_numpy(rows) for part in (data.train, data.validation, data.test) for rows in part]
+    changed = {} if data.transforms is None else {"transforms": data.transforms.identity()}
     return {
-        "examples": _sha256([data.x]),
+        "examples": _sha256(tree.leaves(data.x), "" if isinstance(data.x, Tensor) else " ".join(paths)),
         "labels": _sha256([data.y, *relabel], f"{data.classes}"),
         "split": _sha256([*rows, *groups], f"{data.clients} {len(groups)}"),
+        **changed,
     }
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedspan import tree
 from fedspan.errors import DataError
+from fedspan.learn.transforms import OwnTransform, Transforms
+from fedspan.method.fields import build
 from fedspan.randomness import generator
+from fedspan.tree import Inputs
+
+if TYPE_CHECKING:
+    from fedspan.data.tables.preprocessing import Preprocessing
 
 Index = NDArray[np.int64]
 
@@ -24,10 +32,13 @@ class FederatedData:
     """One flat pool of examples and, per client, the rows it trains, validates and tests on.
 
     `relabel[i]` is client i's own naming of the classes (a permutation): its label for pool row e is
-    `relabel[i][y[e]]`. `groups[i]` is the true group of client i in scenarios that know it.
+    `relabel[i][y[e]]`. `groups[i]` is the true group of client i in scenarios that know it. `y` is [n], or [n, k] for
+    several targets. `x` is a tensor, or a dict or tuple of them, which a model is called with by name or by place.
+    `task` says what kind of task the targets look like, where whoever made the data knows; how rows of a table became
+    examples is in `preprocessing`; `transforms` change inputs while training.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     train: list[Index]
     test: list[Index]
@@ -38,6 +49,9 @@ class FederatedData:
     names: list[str] = field(default_factory=list)
     class_names: list[str] = field(default_factory=list)
     source: str = "arrays"
+    task: str | None = None
+    preprocessing: Preprocessing | None = None
+    transforms: Transforms | None = None
     membership: Tensor | None = None
     """Where clients mix groups: each one's shares of them [clients, groups]; `groups` is then its main group."""
     group_names: list[str] = field(default_factory=list)
@@ -67,15 +81,25 @@ class FederatedData:
 
     def to(self, dtype: torch.dtype) -> FederatedData:
         """The same data with floating inputs (and real-valued targets) in another precision."""
-        x = self.x.to(dtype) if self.x.is_floating_point() else self.x
+        x = tree.map(lambda a: a.to(dtype) if a.is_floating_point() else a, self.x)
         y = self.y.to(dtype) if self.y.is_floating_point() else self.y
         return replace(self, x=x, y=y)
 
+    def transformed(self, *functions: OwnTransform, **changes: Any) -> FederatedData:
+        """The same data, whose training inputs are changed at random: `data.transformed(my_function, crop=2)`.
+
+        Args:
+            functions: own ones of (inputs, key), called last; see `fedspan.Transforms` for the others.
+        """
+        made = build(Transforms, changes, "Transforms")
+        made = replace(made, functions=(*made.functions, *functions))
+        return replace(self, transforms=made if made else None)
+
     @staticmethod
     def from_arrays(
-        clients: Sequence[tuple[Tensor | NDArray[np.generic], Tensor | NDArray[np.generic]]],
+        clients: Sequence[tuple[Any, Tensor | NDArray[np.generic]]],
         *,
-        test: Sequence[tuple[Tensor | NDArray[np.generic], Tensor | NDArray[np.generic]]] | None = None,
+        test: Sequence[tuple[Any, Tensor | NDArray[np.generic]]] | None = None,
         test_fraction: float = 0.25,
         validation_fraction: float = 0.0,
         groups: Sequence[int] | None = None,
@@ -84,23 +108,31 @@ class FederatedData:
     ) -> FederatedData:
         """One (x, y) pair per client. Without `test`, each client's examples are split by a keyed shuffle.
 
-        Integer labels are classes (0..`classes`−1, by default up to the largest seen), real ones regression targets.
+        x is an array, or a dict or tuple of them; `fedspan.federate` also takes data sets and frames. Integer labels
+        are classes (0..`classes`−1, by default up to the largest seen), real ones regression targets.
 
         Raises:
             DataError: naming the client, if shapes, types, labels or values are not usable.
         """
         if not clients:
             raise DataError("Data: there must be at least one client. Got none.")
-        xs: list[Tensor] = []
+        xs: list[Inputs] = []
         ys: list[Tensor] = []
         train, held, valid = list[Index](), list[Index](), list[Index]()
         start = 0
         for part, pairs in (("train", clients), ("test", test or [])):
             if part == "test" and test is not None and len(test) != len(clients):
                 raise DataError(f"Data: test needs one pair per client ({len(clients)}). Got {len(test)}.")
-            for i, (x, y) in enumerate(pairs):
-                x, y = _tensor(x, i, "examples"), _tensor(y, i, "labels")
-                if len(x) == 0 and part == "train":
+            for i, pair in enumerate(pairs):
+                if not isinstance(pair, tuple | list) or len(pair) != 2:
+                    raise DataError(
+                        f"Data: client {i} must be an (x, y) pair. Got {type(pair).__name__}; use fedspan.federate for"
+                        " data sets and frames."
+                    )
+                x = tree.map(lambda a, i=i: _tensor(a, i, "examples"), pair[0])
+                y = _tensor(pair[1], i, "labels")
+                lengths = {len(a) for a in tree.leaves(x)}
+                if lengths == {0} and part == "train":
                     raise DataError(f"Data: client {i} has no training examples. Remove it.")
                 if ys and y.is_floating_point() != ys[0].is_floating_point():
                     # Joined, integers would silently become real-valued targets.
@@ -108,17 +140,16 @@ class FederatedData:
                         f"Data: labels of client {i} must be of the same kind as those of client 0 ({ys[0].dtype})."
                         f" Got {y.dtype}."
                     )
-                if len(x) != len(y):
+                if lengths != {len(y)}:
+                    many = " and ".join(str(n) for n in sorted(lengths))
+                    raise DataError(f"Data: client {i} must have as many labels as examples. Got {many} and {len(y)}.")
+                if xs and shape_of(x) != shape_of(xs[0]):
                     raise DataError(
-                        f"Data: client {i} must have as many labels as examples. Got {len(x)} and {len(y)}."
+                        f"Data: examples of client {i} must have shape {shape_of(xs[0])} like those of the other"
+                        f" clients. Got {shape_of(x)}."
                     )
-                if xs and x.shape[1:] != xs[0].shape[1:]:
-                    raise DataError(
-                        f"Data: examples of client {i} must have shape {tuple(xs[0].shape[1:])} like those of the other"
-                        f" clients. Got {tuple(x.shape[1:])}."
-                    )
-                rows = np.arange(start, start + len(x), dtype=np.int64)
-                start += len(x)
+                rows = np.arange(start, start + len(y), dtype=np.int64)
+                start += len(y)
                 xs.append(x)
                 ys.append(y)
                 if part == "test":
@@ -129,9 +160,10 @@ class FederatedData:
                     valid.append(b)
                     if test is None:
                         held.append(c)
-        x, y = torch.cat(xs), torch.cat(ys)
-        if x.dtype in (torch.uint8, torch.bool, torch.float64):  # other integers are tokens or ids and stay
-            x = x.float()
+        x, y = tree.map(lambda *a: torch.cat(a), *xs), torch.cat(ys)
+        # Other integers are tokens or ids and stay; among several inputs truth values are masks.
+        whole = (torch.uint8, torch.float64, *([torch.bool] if isinstance(x, Tensor) else []))
+        x = tree.map(lambda a: a.float() if a.dtype in whole else a, x)
         if y.is_floating_point():
             classes = None
         elif classes is None:
@@ -163,6 +195,13 @@ def count_classes(y: NDArray[np.generic], who: str) -> int:
             " or say how many classes there are (data.classes)."
         )
     return count
+
+
+def shape_of(x: Inputs) -> Any:
+    """The shape of an example; of several inputs by name."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape[1:])
+    return {path: tuple(leaf.shape[1:]) for path, leaf in tree.items(x)}
 
 
 def _tensor(value: Tensor | NDArray[np.generic], client: int, what: str) -> Tensor:
@@ -205,9 +244,10 @@ def check(data: FederatedData) -> None:
         DataError: for non-finite inputs, labels outside 0..classes−1, rows outside the pool, or clients without
             any training example.
     """
-    n = len(data.x)
-    if len(data.y) != n:
-        raise DataError(f"Data: the pool must have as many labels as examples. Got {n} and {len(data.y)}.")
+    n = len(data.y)
+    for leaf in tree.leaves(data.x):
+        if len(leaf) != n:
+            raise DataError(f"Data: the pool must have as many labels as examples. Got {len(leaf)} and {n}.")
     if not data.train:
         raise DataError("Data: there must be at least one client. Got none.")
     if len(data.test) != len(data.train):
@@ -236,8 +276,10 @@ def check(data: FederatedData) -> None:
             if len(rows) and (rows.min() < 0 or rows.max() >= n):
                 raise DataError(f"Data: rows of client {i} must lie in 0..{n - 1}. Got {rows.min()}..{rows.max()}.")
             owner[rows] = i
-    if data.x.is_floating_point():
-        flat = data.x.reshape(n, -1)
+    for leaf in tree.leaves(data.x):
+        if not leaf.is_floating_point():
+            continue
+        flat = leaf.reshape(n, -1)
         # Summing first is one cheap pass; only a non-finite sum needs the search for the culprit.
         if not bool(torch.isfinite(flat.sum())):
             bad = (~torch.isfinite(flat).all(1)).nonzero()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from fedspan.config import RunConfig, assemble, from_dict
 from fedspan.config.sections import known_shape
 from fedspan.data.federated import FederatedData, Index
 from fedspan.errors import ConfigError, Refused
+from fedspan.learn.metrics import check_metrics
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, Federation, Method
 from fedspan.models.build import is_language
@@ -20,6 +21,7 @@ from fedspan.randomness import key, normal
 from fedspan.simulation import identity
 from fedspan.simulation.defence import Defence
 from fedspan.simulation.engine import Engine
+from fedspan.simulation.protocols import EvaluationSettings
 from fedspan.simulation.settings import Settings
 from fedspan.storage.toml import parse_toml
 
@@ -34,10 +36,23 @@ class DataKind:
     shape: tuple[int, ...]
     classes: int | None
     dtype: str = "float32"
+    label: tuple[int, ...] = ()
+    """Shape of one example's labels: empty for a class or a target, else several labels, targets or positions."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # JSON has lists
+        object.__setattr__(self, "label", tuple(self.label))
+
+    @staticmethod
+    def of(data: FederatedData) -> DataKind:
+        """What these examples look like; real numbers travel in the precision of the run."""
+        dtype = str(data.x.dtype).removeprefix("torch.") if not data.x.is_floating_point() else "float32"
+        return DataKind(tuple(data.x.shape[1:]), data.classes, dtype, tuple(data.y.shape[1:]))
 
     def facts(self) -> dict[str, Any]:
         """As a node tells it."""
-        return {"shape": list(self.shape), "classes": self.classes, "dtype": self.dtype}
+        told = {"shape": list(self.shape), "classes": self.classes, "dtype": self.dtype}
+        return {**told, "label": list(self.label)} if self.label else told
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ class Experiment:
     config: dict[str, Any]
     text: str = ""
     defence: Defence = Defence()
+    evaluate: EvaluationSettings = field(default_factory=EvaluationSettings)
 
     @property
     def key(self) -> str:
@@ -64,7 +80,9 @@ class Experiment:
         s = self.settings
         dtype = s.torch_dtype
         size = None if s.batch_size == "full" else s.batch_size
-        return Engine(self.method, self.task, data.to(dtype), self.seed, size, s.epochs, "loop")
+        check_metrics(self.evaluate.found(), self.task.kind, data.classes)
+        args = self.method, self.task, data.to(dtype), self.seed, size, s.epochs
+        return Engine(*args, "loop", judging=self.evaluate)
 
     def federation(self, clients: int, groups: Tensor | None = None) -> Federation:
         """What is known of the clients before the first round."""
@@ -88,8 +106,9 @@ def read_experiment(text: str, data: FederatedData | DataKind) -> Experiment:
     config = read_config(text)
     given = data if isinstance(data, FederatedData) else stand_in(data, 1, config.seed)
     method, task, _ = assemble(config, given)
-    told, guard = config.recorded(), config.defence or Defence()
-    return Experiment(method, task, config.seed, config.train, config.rounds, config.name, told, text, guard)
+    about: dict[str, Any] = {"config": config.recorded(), "text": text, "evaluate": config.evaluate}
+    about["defence"] = config.defence or Defence()
+    return Experiment(method, task, config.seed, config.train, config.rounds, config.name, **about)
 
 
 def read_config(text: str) -> RunConfig:
@@ -115,6 +134,10 @@ def deployable(config: RunConfig) -> RunConfig:
         got = getattr(config.train, name)
         if got != getattr(usual, name):
             raise ConfigError(f"Deploy: train.{name} is for simulations. Got {got!r}; leave it out.")
+    judging = EvaluationSettings()
+    for name in ("models", "predict_by"):
+        if (judged := getattr(config.evaluate, name)) != getattr(judging, name):
+            raise ConfigError(f"Deploy: evaluate.{name} is for simulations. Got {list(judged)}; leave it out.")
     return config
 
 
@@ -139,7 +162,9 @@ def stand_in(kind: DataKind, clients: int, seed: int) -> FederatedData:
     x = normal(key(seed, "stand-in"), (n, *kind.shape)).to(dtype) if dtype.is_floating_point else None
     if x is None:
         x = torch.zeros(n, *kind.shape, dtype=dtype)
-    y = torch.zeros(n) if kind.classes is None else torch.arange(n) % kind.classes
+    y = torch.zeros(n, *kind.label)
+    if kind.classes is not None:
+        y = (torch.arange(y.numel()) % kind.classes).reshape(y.shape)
     rows = np.arange(n, dtype=np.int64)
     return FederatedData(
         x=x,

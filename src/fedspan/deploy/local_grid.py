@@ -98,7 +98,7 @@ def deploy_here(
     clients = data.clients
     grid = LocalGrid(Nodes({i: Node(experiment, data, i, root / f"node-{i}") for i in range(clients)}), clients)
     roster = Roster(tuple(FIRST_NODE + i for i in range(clients)), tuple(f"n{i}" for i in range(clients)), data.groups)
-    kind = DataKind(tuple(data.x.shape[1:]), data.classes)
+    kind = DataKind.of(data)
     server = Server(experiment, kind, grid, roster, policy=policy or AT_ONCE, out=out)
     return server, grid
 

@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.randomness import fold, generator
+from fedspan.tree import Inputs
 
 Index: TypeAlias = NDArray[np.int64]
+
+TRANSFORMS = 0x7472616E
+"""What sets the keys of transforms apart from those of dropout."""
+
+
+class KeyedTransform(Protocol):
+    """A pure function of a batch's inputs and a key; what it draws depends on the key alone."""
+
+    def __call__(self, x: Inputs, key: Tensor) -> Inputs:
+        """The inputs a model is trained on."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,9 @@ class Validation:
 
 Amount: TypeAlias = Epochs | Steps | All | Portion | Validation
 
+SHUFFLED = (Epochs, Steps, Portion)
+"""Amounts whose examples are transformed; passes in the examples' own order measure or fit."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -70,7 +85,7 @@ class Batch:
     `torch.func`. When not mapped, every slot holds an example.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     slots: Tensor | None  # row indices, −1 = empty; None when not mapped
     stream: Tensor
@@ -84,10 +99,16 @@ class Batch:
     @property
     def w(self) -> Tensor:
         """1 for an example, 0 for an empty slot."""
-        dtype = self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
+        real = (a.dtype for a in tree.leaves(self.x) if a.is_floating_point())
+        dtype = next(real, torch.get_default_dtype())
         if self.slots is None:
-            return torch.ones(len(self.x), dtype=dtype, device=self.x.device)
+            return torch.ones(len(self.y), dtype=dtype, device=self.y.device)
         return (self.slots >= 0).to(dtype)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """True where a slot holds an example; None where all do."""
+        return None if self.slots is None else self.slots >= 0
 
     @property
     def live(self) -> Tensor:
@@ -111,12 +132,13 @@ class Batch:
 class Batches:
     """K minibatches of one client. Iterating gives `Batch`es; when not mapped, empty slots are left out altogether."""
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     rows: Tensor  # [K, B] indices into x and y, −1 = empty slot, only at the end of a row
     key: Tensor
     relabel: Tensor | None = None
     mapped: bool = False
+    transform: KeyedTransform | None = None
 
     def __len__(self) -> int:
         return self.rows.shape[0]
@@ -132,23 +154,25 @@ class Batches:
     def _fetch(self, row: Tensor, step: int) -> Batch:
         if self.mapped:
             at = row.clamp_min(0)
-            x, y = self.x[at], self.y[at]
+            x, y = tree.take(self.x, at), self.y[at]
         else:
-            x, y = self.x.index_select(0, row), self.y.index_select(0, row)
+            x, y = tree.map(lambda a: a.index_select(0, row), self.x), self.y.index_select(0, row)
+        if self.transform is not None:
+            x = self.transform(x, fold(fold(self.key, TRANSFORMS), step))
         if self.relabel is not None:
             y = self.relabel[y]
         return Batch(x, y, row if self.mapped else None, self.key, step)
 
     def first(self, k: int) -> Batches:
         """The first k of them."""
-        return Batches(self.x, self.y, self.rows[:k], self.key, self.relabel, self.mapped)
+        return replace(self, rows=self.rows[:k])
 
     def shifted(self, by: int) -> Batches:
         """The same minibatches starting `by` later, the first ones at the end; empty ones stay at the end."""
         live = (self.rows >= 0).any(1)
         turned = (torch.arange(len(self.rows)) + by) % live.sum().clamp_min(1)
         rows = torch.where(live[:, None], self.rows[turned], self.rows)
-        return Batches(self.x, self.y, rows, self.key, self.relabel, self.mapped)
+        return replace(self, rows=rows)
 
     def whole(self) -> Batch:
         """All of them as one batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,26 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.fused import Step, fuse
+from fedspan.learn.losses import (
+    IGNORED,
+    LossOf,
+    OwnLoss,
+    TaskKind,
+    Ties,
+    check_own_loss,
+    checked_kind,
+    checked_loss,
+    classes_first,
+    cox_loss,
+    label_loss,
+    squared_error,
+    tag_accuracy,
+    tag_loss,
+    takes_mask,
+    token_loss,
+)
 from fedspan.randomness import fold, torch_seed, uniform
-from fedspan.tree import Params, Tree
-
-TaskKind: TypeAlias = Literal["classification", "regression", "language"]
-LossOf: TypeAlias = Literal["example", "batch"]
-OwnLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+from fedspan.tree import Inputs, Params, Tree
 
 _LOOP_ONLY: dict[type[nn.Module], str] = {
     nn.modules.batchnorm._NormBase: "use GroupNorm",
@@ -28,8 +42,6 @@ _LOOP_ONLY: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "use explicit attention",
     nn.TransformerEncoderLayer: "use explicit attention",
 }
-
-_LOSS_REMEDY = "use reduction='none', or say loss_of='batch' if it is no mean over examples"
 
 
 class Dropout(nn.Module):
@@ -55,13 +67,18 @@ class Task:
     Args:
         model: the module, or a function that builds it (needed only if some layer has no `reset_parameters` and a
             method wants independent initialisations).
-        kind: what the outputs and labels mean. `language` takes token rows as labels, −100 where nothing is predicted.
+        kind: what the outputs and labels mean. `multi-label` takes a 0 or 1 for every output, `survival` a time and an
+            event (1, or 0 if censored) per example and gives a risk, `tagging` a class for every position of the
+            output (tokens, pixels), `language` token rows.
         head: prefix of the head's parameter names; by default the last `nn.Linear` in definition order (none for
             language, whose last layer is mostly the embedding itself).
         zero_head: start the head from zero. A body then learns the same whatever a client's classes are called.
         loss: own loss, `loss(output, y) -> [B]`, one value per example; a loss of torch with `reduction="none"`.
         loss_of: `batch` for a loss that is one value of a whole batch and no mean over its examples (contrastive,
-            ranking); clients are then computed one after another, and evaluation weighs batches by their examples.
+            ranking). With a parameter `mask`, `loss(output, y, mask)`, it leaves out empty slots itself; without one
+            clients are computed one after another. Evaluation weighs batches by their examples.
+        ties: how Cox's partial likelihood takes events at the same time.
+        ignored: the label of positions that are not to be predicted, of `tagging` and `language`.
         seed: key of the initialisation; the same tree on the server and on every client.
 
     Parameters with `requires_grad=False` stay constants inside the module: neither trained nor sent.
@@ -76,12 +93,15 @@ class Task:
         zero_head: bool = False,
         loss: OwnLoss | None = None,
         loss_of: LossOf = "example",
+        ties: Ties = "efron",
+        ignored: int = IGNORED,
         dtype: torch.dtype | None = None,
         seed: int | None = None,
     ) -> None:
-        if kind not in ("classification", "regression", "language"):
-            raise ConfigError(f"Task: kind must be classification, regression or language. Got {kind!r}.")
-        _check_own_loss(loss, loss_of)
+        checked_kind(kind)
+        check_own_loss(loss, loss_of)
+        if ties not in ("efron", "breslow"):
+            raise ConfigError(f"Task: ties must be efron or breslow. Got {ties!r}.")
         self._build = None if isinstance(model, nn.Module) else model
         if self._build is None:
             module = copy.deepcopy(model)
@@ -93,7 +113,7 @@ class Task:
         self._origin: Task | None = None
         self.kind, self.dtype, self.seed = kind, dtype, seed if seed is not None else 0
         self.module = self._prepare(module)
-        self._own_loss, self._loss_of = loss, loss_of
+        self._own_loss, self._loss_of, self.ties, self.ignored = loss, loss_of, ties, ignored
         if self._build is None and seed is not None:
             self.module = self._redrawn(seed, "init")
         self.names = [k for k, p in self.module.named_parameters() if p.requires_grad]
@@ -192,16 +212,16 @@ class Task:
             k: m.momentum for k, m in self.module.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)
         }
         for batch in batches:
-            if len(batch.x) < 2:
+            if len(batch.y) < 2:
                 continue  # one example has no variance
             seen = {k: torch.zeros_like(params[k]) for k in self.stats}
             for t in seen.values():
                 t.owned = True  # type: ignore[attr-defined]
             with torch.no_grad():
                 self._call(self.module, params | seen, batch.x, batch.key if self._dropouts else None)
-            weight += len(batch.x)
+            weight += len(batch.y)
             for k, t in seen.items():
-                share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.x)
+                share = t / (momentum[k.rpartition(".")[0]] or 1.0) * len(batch.y)
                 total[k] = total[k] + share if k in total else share
         return params | {k: t / weight for k, t in total.items()}
 
@@ -228,6 +248,7 @@ class Task:
         with torch_seed(self.seed, "convert"):
             module = change(copy.deepcopy(self.module))
         own: dict[str, Any] = {"loss": self._own_loss, "loss_of": self._loss_of}
+        own |= {"ties": self.ties, "ignored": self.ignored}
         task = Task(module, self.kind, head=self.head_layer, dtype=self.dtype, **own)
         task.seed, task._origin = self.seed, self.plain
         build = self._build
@@ -236,13 +257,17 @@ class Task:
 
     # ---------------------------------------------------------------- the function
 
-    def predict(self, params: Params, x: Tensor) -> Tensor:
+    def predict(self, params: Params, x: Inputs) -> Tensor:
         """Outputs in evaluation mode."""
         return self._call(self._eval, params, x)
 
     def loss(self, params: Params, batch: Batch) -> Tensor:
         """Mean training loss over the examples of a batch; 0 for an empty one."""
-        return batch.mean(self.example_loss(self.output(params, batch), batch.y))
+        return self.mean_loss(self.output(params, batch), batch)
+
+    def mean_loss(self, output: Tensor, batch: Batch) -> Tensor:
+        """Mean loss of given outputs over the examples of a batch; 0 for an empty one."""
+        return batch.mean(self.example_loss(output, batch.y, batch.mask))
 
     def output(self, params: Params, batch: Batch) -> Tensor:
         """Outputs in training mode."""
@@ -263,7 +288,7 @@ class Task:
         given = {k: p for k, p in leaf.items() if k not in names} if self._fused_layers is None else leaf
         with torch.enable_grad():
             out = self._call(module, given, batch.x, batch.key if self._dropouts else None)
-            batch.mean(self.example_loss(out, batch.y)).backward()  # type: ignore[no-untyped-call]
+            self.mean_loss(out, batch).backward()  # type: ignore[no-untyped-call]
         if self._fused_layers is not None:
             if step.calls != self._fused_layers or any(leaf[k].grad is not None for k in names):
                 self._fused = None  # a layer runs twice or not at all, or its weight serves outside it too
@@ -279,46 +304,48 @@ class Task:
                 step.new[k] = torch.sub(held, g, alpha=lr) if fresh else held.sub_(g, alpha=lr)
         return {k: step.new[k] for k in params}
 
-    def example_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Loss of each example, [B]; every example of a batch has the batch's where the loss is one of batches."""
+    def example_loss(self, output: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Loss of each example, [B]; every example of a batch has the batch's where the loss is one of batches.
+
+        `mask` says which slots hold an example; those of others may be anything finite.
+        """
+        if self.loss_of == "batch":
+            return checked_loss(self._batch_loss(output, y, mask), len(y), "batch")
         if self._own_loss is not None:
-            return self._checked_loss(self._own_loss(output, y), len(y))
+            return checked_loss(self._own_loss(output, y), len(y), "example")
         if self.kind == "classification":
             return F.cross_entropy(output, y, reduction="none")
+        if self.kind == "multi-label":
+            return label_loss(output, y)
+        if self.kind == "tagging":
+            return tag_loss(output, y, self.ignored)
         if self.kind == "language":
-            return self._token_loss(output, y) / (y != -100).sum(1).clamp_min(1)
-        return (output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(1)
+            return token_loss(output, y) / (y != IGNORED).sum(1).clamp_min(1)
+        return squared_error(output, y)
 
-    def _checked_loss(self, value: Tensor, examples: int) -> Tensor:
-        """What the own loss gave, if it is what was declared. Shapes are known without looking at a number."""
-        if not isinstance(value, Tensor):
-            raise ConfigError(f"Task: the loss must return a tensor. Got {type(value).__name__}.")
-        if self._loss_of == "batch":
-            if value.numel() != 1:
-                raise ConfigError(
-                    "Task: a loss with loss_of='batch' must give one value for the whole batch. Got shape"
-                    f" {tuple(value.shape)} for {examples} examples; leave loss_of out if it is one per example."
-                )
-            return value.reshape(()).expand(examples)
-        if value.ndim == 0 or len(value) != examples or value.numel() != examples:
-            raise ConfigError(
-                f"Task: the loss must give one value per example, shape ({examples},) for {examples} examples. Got"
-                f" {tuple(value.shape)}; {_LOSS_REMEDY if value.ndim < 2 else 'take the mean over the other axes'}."
-            )
-        return value.reshape(examples)
+    def _batch_loss(self, output: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
+        """The loss of a whole batch, of the slots that hold an example."""
+        if self._own_loss is None:
+            return cox_loss(output, y, mask, self.ties)
+        if not takes_mask(self._own_loss):
+            return self._own_loss(output, y)
+        return self._own_loss(output, y, mask=_all_of(y) if mask is None else mask)
 
-    def _token_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Loss of each row of tokens, summed over what is to be predicted, [B]."""
-        return F.cross_entropy(output.transpose(1, 2), y, reduction="none", ignore_index=-100).sum(1)
+    @property
+    def loss_of(self) -> LossOf:
+        """Whether the loss is one of examples or of whole batches."""
+        own = self._own_loss is not None
+        return self._loss_of if own else "batch" if self.kind == "survival" else "example"
 
-    def output_gradient(self, output: Tensor, y: Tensor) -> Tensor:
+    def output_gradient(self, output: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         """∂(sum of the examples' losses)/∂output, in closed form where there is one."""
         if self._own_loss is None and self.kind == "classification":
             return output.softmax(1) - F.one_hot(y, output.shape[1]).to(output.dtype)
         if self._own_loss is None and self.kind == "regression":
             gap = 2 * (output - y.reshape(output.shape))
             return gap / max(1, gap[0].numel())
-        result: Tensor = grad(lambda o: self.example_loss(o, y).sum())(output)
+        live = _all_of(y) if mask is None else mask
+        result: Tensor = grad(lambda o: (self.example_loss(o, y, mask) * live).sum())(output)
         return result
 
     @property
@@ -328,26 +355,55 @@ class Task:
 
     def curvature_bound(self) -> float | None:
         """A number c with ∂²loss/∂output² ≤ c·I for one example, whatever the output; None where none is known."""
-        if self._own_loss is not None or self.kind == "language":
+        if self._own_loss is not None:
             return None
-        return 0.5 if self.kind == "classification" else 2.0  # softmax: Böhning's bound
+        # Of the softmax Böhning's bound, of the logistic function σ(1 − σ) ≤ 1/4.
+        return {"classification": 0.5, "multi-label": 0.25, "regression": 2.0}.get(self.kind)
 
-    def measures(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def measures(self, output: Tensor, y: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
         """What evaluation averages over the examples: loss, and accuracy or squared error, each [B].
 
+        Of several labels all must be right for an example to count as right; of positions it is the share that is.
         Of token rows with the usual loss there is also its sum over a row, `token_loss`, and how many `tokens` that is
         over: evaluation divides the sums, so that long answers count for more than short ones.
         """
-        out = {"loss": self.example_loss(output, y)}
+        out = {"loss": self.example_loss(output, y, mask)}
         if self.kind == "language" and self._own_loss is None:
-            out |= {"token_loss": self._token_loss(output, y), "tokens": (y != -100).sum(1).to(output.dtype)}
+            out |= {"token_loss": token_loss(output, y), "tokens": (y != IGNORED).sum(1).to(output.dtype)}
         if self.kind == "classification":
             out["accuracy"] = (output.argmax(1) == y).to(output.dtype)
+        elif self.kind == "multi-label":
+            out["accuracy"] = ((output.reshape(y.shape) > 0) == (y > 0)).reshape(len(y), -1).all(1).to(output.dtype)
+        elif self.kind == "tagging":
+            out["accuracy"] = tag_accuracy(output, y, self.ignored)
         elif self.kind == "regression":
-            out["squared_error"] = (output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(1)
+            out["squared_error"] = squared_error(output, y)
         return out
 
-    def features(self, params: Params, x: Tensor, train: bool = False) -> Tensor:
+    @property
+    def summed(self) -> frozenset[str]:
+        """Names of the measures of every evaluation that are means over examples."""
+        of_kind = {"regression": {"squared_error"}, "language": {"perplexity"}, "survival": set[str]()}
+        return frozenset({"loss", *of_kind.get(self.kind, {"accuracy"})})
+
+    def scores(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels and predictions as metrics take them: probabilities of classes or labels, targets, risks.
+
+        Positions of a tagger become rows, without those that are not labelled.
+        """
+        if self.kind == "classification":
+            return y, output.softmax(1)
+        if self.kind == "multi-label":
+            return y, output.reshape(y.shape).sigmoid()
+        if self.kind == "survival":
+            return y, output.reshape(-1)
+        if self.kind == "regression":
+            return y, output.reshape(y.shape)
+        rows, flat = classes_first(output, y).movedim(1, -1), y.reshape(-1)
+        held = flat != (IGNORED if self.kind == "language" else self.ignored)
+        return flat[held], rows.reshape(len(flat), -1)[held].softmax(1)
+
+    def features(self, params: Params, x: Inputs, train: bool = False) -> Tensor:
         """The head's input."""
         return self._with_features(self.module if train else self._eval, params, x)[0]
 
@@ -356,7 +412,7 @@ class Task:
         return self._with_features(self.module, params, batch.x, batch.key if self._dropouts else None)
 
     def _with_features(
-        self, module: nn.Module, params: Params, x: Tensor, key: Tensor | None = None
+        self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         self.need_head()
         seen: list[Tensor] = []
@@ -380,8 +436,9 @@ class Task:
     def unmappable(self) -> list[str]:
         """Why the model cannot be trained for many clients at once: one sentence per layer."""
         whole = "Task: a loss of a whole batch (loss_of='batch') cannot be computed for many clients at once, whose"
-        whole += " batches are filled up to one length; run with train.mapping='loop'."
-        return ([whole] if self._loss_of == "batch" else []) + [
+        whole += " batches are filled up to one length; give it a parameter mask, or run with train.mapping='loop'."
+        own, mapped = self._own_loss, self._loss_of == "example"
+        return ([] if mapped or own is None or takes_mask(own) else [whole]) + [
             f"Task: {type(m).__name__} at '{name}' cannot be trained for many clients at once;"
             f" {next(r for t, r in _LOOP_ONLY.items() if isinstance(m, t))}, or run with train.mapping='loop'."
             for name, m in self.module.named_modules()
@@ -398,13 +455,14 @@ class Task:
         module.load_state_dict(params, strict=False)
         return module
 
-    def _call(self, module: nn.Module, params: Params, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def _call(self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None) -> Tensor:
         if self.stats and module.training:
             # The forward pass writes running statistics in place: only into tensors the training loop owns.
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
         if key is not None and self._dropouts:
             params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
-        return _outputs(functional_call(module, params, (x,)) if params else module(x))
+        args, named = _arguments(x)
+        return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         if self.dtype is not None:
@@ -461,29 +519,19 @@ class Task:
         return prefix, names
 
 
-def _check_own_loss(loss: OwnLoss | None, loss_of: LossOf) -> None:
-    """Refuse a loss that is known to be of another kind than declared, before any data are seen.
-
-    Raises:
-        ConfigError: for an unknown kind, a kind without a loss, or a loss of torch that reduces over the batch.
-    """
-    if loss_of not in ("example", "batch"):
-        raise ConfigError(f"Task: loss_of must be example or batch. Got {loss_of!r}.")
-    if loss is None:
-        if loss_of == "batch":
-            raise ConfigError("Task: loss_of='batch' needs a loss of one's own. Got none; pass loss, or leave it out.")
-        return
-    if not callable(loss):
-        raise ConfigError(f"Task: the loss must be a function of outputs and labels. Got {type(loss).__name__}.")
-    reduction = getattr(loss, "reduction", "none")
-    if loss_of == "example" and reduction in ("mean", "sum"):
-        raise ConfigError(
-            f"Task: the loss must give one value per example. Got {type(loss).__name__} with reduction='{reduction}';"
-            f" {_LOSS_REMEDY}."
-        )
+def _all_of(y: Tensor) -> Tensor:
+    """True for every example."""
+    return torch.ones(len(y), dtype=torch.bool, device=y.device)
 
 
-def _outputs(result: Any) -> Tensor:
+def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as a module's arguments: a dict by name, a tuple by place, a tensor as the only one."""
+    if isinstance(x, dict):
+        return (), x
+    return (x if isinstance(x, tuple) else (x,)), {}
+
+
+def outputs_of(result: Any) -> Tensor:
     """The tensor of outputs that a model returned, itself or as `logits` of an output object.
 
     Raises:

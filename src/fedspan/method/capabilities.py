@@ -119,6 +119,21 @@ class Adapts:
         """
         return down
 
+    def personal_trained(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree | None:
+        """The weights of a client right after local training, where `down` is what `trained` returned.
+
+        None: what `personal` makes of it. For methods whose `personal` would change a model that is trained already.
+        """
+        return None
+
+    def prediction_rule(self) -> str | None:
+        """The rule by which it predicts, `head` or `prototype`; None for methods that have one only."""
+        return None
+
+    def predicting_by(self, rule: str) -> Self:
+        """The same method predicting by another of its rules."""
+        raise TypeError(f"{type(self).__name__}: predicting_by must be defined where there are several rules.")
+
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         """Outputs for inputs `x` from what `personal` returned."""
         return task.predict(personal, x)

@@ -78,7 +78,7 @@ def _find_keys(cls: type) -> dict[str, Key]:
     for f in fields(cls):
         if not f.init:
             continue
-        default = _default(f)
+        default = field_default(f)
         inner: Mapping[str, str] | None = getattr(hints[f.name], "KEYS", None)
         if inner is None:
             found[f.name] = Key(f.name, hints[f.name], default, (f.name,), said.get(f.name, ""))
@@ -90,7 +90,8 @@ def _find_keys(cls: type) -> dict[str, Key]:
     return found
 
 
-def _default(f: Field[Any]) -> Any:
+def field_default(f: Field[Any]) -> Any:
+    """The value of a field that is not given; `MISSING` if it must be."""
     return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
@@ -145,7 +146,7 @@ def build(cls: type[T], values: Mapping[str, Any], who: str) -> T:
         else:
             given[name] = checked
     for name, some in inner.items():
-        start = given[name] if name in given else _default(next(f for f in fields(cls) if f.name == name))  # type: ignore[arg-type]
+        start = given[name] if name in given else field_default(next(f for f in fields(cls) if f.name == name))  # type: ignore[arg-type]
         given[name] = replace(start, **some)
     return cls(**given)
 

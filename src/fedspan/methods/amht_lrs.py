@@ -221,7 +221,7 @@ class _Head:
     def slope(self, head: Tensor) -> Tensor:
         """The gradient at a head."""
         output = self.X @ head.reshape(-1, self.X.shape[1]).T
-        return ((self.task.output_gradient(output, self.batch.y) * self.share).T @ self.X).reshape(-1)
+        return ((self.task.output_gradient(output, self.batch.y, self.batch.mask) * self.share).T @ self.X).reshape(-1)
 
 
 def _sparse(c: Tensor, threshold: float, most: int) -> Tensor:

@@ -87,7 +87,7 @@ class Apfl(Sharing):
         if self.mix == "params":
             return task.loss(_between(v, w, alpha), batch)
         output = alpha * task.output(v, batch) + (1 - alpha) * task.output(w, batch)
-        return batch.mean(task.example_loss(output, batch.y))
+        return task.mean_loss(output, batch)
 
     def _step(self, task: Task, both: Tree, alpha: Tensor, batch: Batch) -> Tensor:
         """α ← clip(α − η ⟨v − w, ∇f(v̄)⟩, 0, 1); an empty minibatch is no step."""

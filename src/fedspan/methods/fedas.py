@@ -94,7 +94,7 @@ class FedAs(Sharing):
         stats = tree.select(params, task.stats)
 
         def loss(p: Params, batch: Batch) -> Tensor:
-            return batch.mean(task.example_loss(task.predict(p | stats, batch.x), batch.y))
+            return task.mean_loss(task.predict(p | stats, batch.x), batch)
 
         total = torch.zeros_like(next(iter(params.values())).reshape(-1)[0])
         for batch in stream:
@@ -103,6 +103,10 @@ class FedAs(Sharing):
         return total.clamp_min(1e-12)  # if all have nothing left to learn, they count alike
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
-        theta = self._aligned(task, client, down["theta"], visit)
-        params = theta | client["h"]
+        return self._ready(task, self._aligned(task, client, down["theta"], visit) | client["h"], visit)
+
+    def personal_trained(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
+        return self._ready(task, client["theta"] | client["h"], visit)  # aligned before it was trained
+
+    def _ready(self, task: Task, params: Params, visit: Visit) -> Tree:
         return task.estimate_statistics(params, visit["all"]) if task.stats else params

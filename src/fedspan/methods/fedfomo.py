@@ -119,7 +119,7 @@ class FedFomo(Sharing, Observed):
         """Mean loss over all examples of a stream, in evaluation mode."""
         batch = batches.whole()
         with torch.no_grad():
-            return batch.mean(task.example_loss(task.predict(params, batch.x), batch.y))
+            return task.mean_loss(task.predict(params, batch.x), batch)
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         at = self.chosen(server, round.ids, round.round)

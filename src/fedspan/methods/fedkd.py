@@ -96,7 +96,7 @@ class FedKd(Sharing, Coded):
         """What mentor and mentee minimise together."""
         f, z = task.features_and_output(q["mentor"] | stats["mentor"], batch)
         f_g, z_g = task.smallest.features_and_output(q["mentee"] | stats["mentee"], batch)
-        errors = batch.mean(task.example_loss(z, batch.y)) + batch.mean(task.example_loss(z_g, batch.y))
+        errors = task.mean_loss(z, batch) + task.mean_loss(z_g, batch)
         if not self.distill:
             return errors
         log_p, log_g = z.log_softmax(1), z_g.log_softmax(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from fedspan.method import (
     Training,
     Visit,
 )
-from fedspan.method.fields import AtLeast1, NonNegative
+from fedspan.method.fields import AtLeast1, NonNegative, with_keys
 from fedspan.randomness import fold, generator, key, torch_seed
 from fedspan.tree import Params, Tree
 from fedspan.wire import Codec, Rows
@@ -83,7 +83,7 @@ class FedProto(Training, Coded, Adapts):
         def near(theta: Params, batch: Batch) -> Tensor:
             features, output = task.features_and_output(theta, batch)
             far = (features - p[batch.y]).square().mean(1) * _known(p)[batch.y]
-            return batch.mean(task.example_loss(output, batch.y) + self.lam * far)  # L_S + λ L_R
+            return batch.mean(task.example_loss(output, batch.y, batch.mask) + self.lam * far)  # L_S + λ L_R
 
         theta = self.fit(near if self.lam else task.loss, client["theta"], visit["train"])
         own, n = class_means(task, theta, visit["all"], p)
@@ -105,6 +105,12 @@ class FedProto(Training, Coded, Adapts):
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         theta: Tree = client["theta"]
         return theta if self.predict_by == "head" else {"theta": theta, "p": down["p"]}
+
+    def prediction_rule(self) -> str:
+        return self.predict_by
+
+    def predicting_by(self, rule: str) -> Self:
+        return with_keys(self, predict_by=rule)
 
     def predict(self, task: Task, personal: Tree, x: Tensor) -> Tensor:
         if self.predict_by == "head":

@@ -118,7 +118,7 @@ class Flute(Sharing, Observed):
             features, output = task.features_and_output(params, batch)
             pull = self.lam_1 * collapse(params[name], c) + self.lam_2 * params[name].square().sum()
             spread = (features.square().flatten(1).sum(1) * batch.w).sum()
-            loss = batch.mean(task.example_loss(output, batch.y))
+            loss = task.mean_loss(output, batch)
             return loss + pull + self.lam_3 * spread
 
         h = self.fit(head_loss, h, visit["head"])

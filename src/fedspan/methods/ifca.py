@@ -91,7 +91,7 @@ class Ifca(Sharing, Judged):
         with torch.no_grad():
             for j in range(self.clusters):
                 output = task.predict(tree.take(down["theta"], j) | client["h"], batch.x)
-                losses.append(batch.mean(task.example_loss(output, batch.y)))
+                losses.append(task.mean_loss(output, batch))
         F = torch.stack(losses)
         best = F.argmin()  # ĵ = argmin_j F_i(θ_j); the first of equals
         theta: Params = tree.map(lambda a: a.index_select(0, best[None])[0], down["theta"])

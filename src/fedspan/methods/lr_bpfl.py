@@ -130,7 +130,7 @@ class LrBpfl(Sharing):
         """The loss of the average prediction over draws."""
         keys: list[Tensor | None] = [fold(batch.key, 1 + s) for s in range(self.members)]
         outputs = [task.output(self.drawn(task, theta, q, k), batch) for k in keys or [None]]
-        return batch.mean(task.example_loss(_average(task, outputs), batch.y))
+        return task.mean_loss(_average(task, outputs), batch)
 
     # ------------------------------------------------------------------------------------------------ rounds and use
 
@@ -172,6 +172,6 @@ def _average(task: Task, outputs: list[Tensor]) -> Tensor:
     if len(outputs) == 1:
         return outputs[0]
     stacked = torch.stack(outputs)
-    if task.kind == "regression":
+    if task.kind not in ("classification", "language"):
         return stacked.mean(0)
     return stacked.log_softmax(-1).logsumexp(0) - math.log(len(outputs))

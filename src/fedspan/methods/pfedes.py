@@ -159,13 +159,13 @@ class PFedAfm(Averaging, Adapts):
             own, other = task.features_and_output(p["theta"], batch)[0], small.features_and_output(received, batch)[0]
             alpha = start + s * p["b"]
             output = task.from_features(p["theta"], alpha * own + (1 - alpha) * other)
-            return batch.mean(task.example_loss(output, batch.y))
+            return task.mean_loss(output, batch)
 
         new = self.fit(mixed, {"theta": client["theta"], "b": torch.zeros_like(start)}, visit["train"], prox=bound)
 
         def alone(w: Params, batch: Batch) -> Tensor:
             output = task.from_features(new["theta"], small.features_and_output(w, batch)[0])
-            return batch.mean(task.example_loss(output, batch.y))
+            return task.mean_loss(output, batch)
 
         w = self.fit(alone, received, visit["common"], self.lr if self.lr_common is None else self.lr_common)
         kept = {"theta": new["theta"], "alpha": start + s * new["b"], "stats": tree.select(w, small.stats)}

@@ -68,7 +68,9 @@ def is_language(kind: str) -> bool:
     return kind in MODELS and MODELS[kind].language
 
 
-def build(kind: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+def build(
+    kind: str, input_shape: tuple[int, ...], classes: int, labelled_positions: tuple[int, ...] = (), **options: Any
+) -> nn.Module:
     """Make a model and check that it turns one example (of a language model: every token) into `classes` numbers.
 
     Weights come from torch's global generator, so `torch.manual_seed` before the call decides them.
@@ -79,6 +81,8 @@ def build(kind: str, input_shape: tuple[int, ...], classes: int, **options: Any)
             `classes` if it has parameters of these names.
         input_shape: one example without the batch dimension; images as (channels, height, width).
         classes: number of outputs.
+        labelled_positions: for models that label tokens or pixels, how many there are along each axis; they give
+            `classes` numbers for each.
 
     Raises:
         ConfigError: unknown model or option, code that is not allowed, or the model does not fit the inputs.
@@ -98,7 +102,7 @@ def build(kind: str, input_shape: tuple[int, ...], classes: int, **options: Any)
             )
         _known_options(who, options, MODELS[kind].options)
         model = MODELS[kind].builder(input_shape, classes, **options)
-    _try(kind, model, input_shape, classes)
+    _try(kind, model, input_shape, classes, labelled_positions)
     return model
 
 
@@ -132,7 +136,9 @@ def _own(kind: str, input_shape: tuple[int, ...], classes: int, options: dict[st
         raise ConfigError(f"{who}: could not be built with {arguments} ({brief(error)}).") from error
 
 
-def _try(kind: str, model: nn.Module, input_shape: tuple[int, ...], classes: int) -> None:
+def _try(
+    kind: str, model: nn.Module, input_shape: tuple[int, ...], classes: int, positions: tuple[int, ...] = ()
+) -> None:
     """Run the model on one example of zeros; it must give [1, classes]. Modes and statistics stay as they are."""
     own = is_own(kind)
     remedy = "change the class or the data so that they agree" if own else "use other options, or model 'mlp'"
@@ -145,6 +151,7 @@ def _try(kind: str, model: nn.Module, input_shape: tuple[int, ...], classes: int
     try:
         with torch.no_grad():
             output = model(example)
+            output = getattr(output, "logits", output)  # models of transformers return an object
     except Exception as error:
         raise ConfigError(
             f"model '{kind}': does not accept inputs of shape {input_shape} ({brief(error)}); {remedy}."
@@ -155,6 +162,10 @@ def _try(kind: str, model: nn.Module, input_shape: tuple[int, ...], classes: int
     wanted = (1, *(input_shape if is_language(kind) else ()), classes)
     if is_language(kind) and isinstance(output, Tensor):
         wanted = (*wanted[:-1], max(classes, output.shape[-1]))  # vocabularies are often rounded up
+    if positions:
+        wanted = (1, *positions, classes)
+    if isinstance(output, Tensor) and positions and output.shape == (1, classes, *positions):
+        return
     if not isinstance(output, Tensor) or output.shape != wanted:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(

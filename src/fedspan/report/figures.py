@@ -10,7 +10,7 @@ import numpy as np
 
 from fedspan.errors import FedspanError
 from fedspan.report.canvas import bare, canvas, save
-from fedspan.report.measures import Axis, Curve, curve_of, measure_of
+from fedspan.report.measures import Axis, Curve, Measure, curve_of, measure_of
 from fedspan.report.measures import clients as client_values
 from fedspan.report.palette import INK, PAPER, SOFT, Look, looks, stays_behind
 from fedspan.report.runs import Run, as_run, group
@@ -55,7 +55,7 @@ def bytes_bars(runs: Runs, path: str | Path) -> Path:
     return save(lambda: bytes_figure(runs), path)
 
 
-def curves_figure(runs: Runs, x: Axis = "round") -> Figure:
+def curves_figure(runs: Runs, x: Axis = "round", measure: Measure | None = None) -> Figure:
     """The figure of `curves`, to be drawn by `save` or `inline_svg`, which set the style.
 
     Raises:
@@ -66,7 +66,7 @@ def curves_figure(runs: Runs, x: Axis = "round") -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     known = [as_run(r) for r in runs]
-    groups, measure = group(known), measure_of(known)
+    groups, measure = group(known), measure or measure_of(known)
     look = looks(groups)
     found = [c for c in (curve_of(g, measure, x) for g in groups) if c.y]
     found.sort(key=lambda c: c.y[-1], reverse=measure.higher)
@@ -109,11 +109,11 @@ def curves_figure(runs: Runs, x: Axis = "round") -> Figure:
     return figure
 
 
-def clients_figure(runs: Runs) -> Figure:
+def clients_figure(runs: Runs, measure: Measure | None = None) -> Figure:
     """The figure of `clients`."""
     known = [as_run(r) for r in runs]
-    groups, measure = group(known), measure_of(known)
-    look, order = looks(groups), [row.label for row in summary_rows(known)]
+    groups, measure = group(known), measure or measure_of(known)
+    look, order = looks(groups), [row.label for row in summary_rows(known, measure=measure)]
     by_label = {g.label: g for g in groups}
     figure, axes = canvas(_SIZE[0], 1.0 + 0.32 * len(order))
     bare(axes, "", f"{measure.title} of each client", across=True)

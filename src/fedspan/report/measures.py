@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedspan.errors import FedspanError
 from fedspan.report.runs import Group, Run
 from fedspan.report.text import clean, number
 
@@ -26,7 +27,13 @@ class Measure:
     @property
     def title(self) -> str:
         """Its name in a heading."""
-        return f"{self.name} %" if self.percent else ("RMSE" if self.name == "rmse" else self.name)
+        return f"{self.words} %" if self.percent else self.words
+
+    @property
+    def words(self) -> str:
+        """Its name as people write it."""
+        stem = max((k for k in _WORDS if self.name == k or self.name.startswith(f"{k}_")), key=len, default="")
+        return _WORDS.get(stem, "") + self.name.removeprefix(stem).replace("_", " ")
 
     def text(self, value: float | None) -> str:
         """A value as shown to a person: percent with two decimals, or four digits."""
@@ -36,7 +43,7 @@ class Measure:
 
     def phrase(self, value: float | None) -> str:
         """A value inside a sentence, with its unit."""
-        return f"{self.text(value)} %" if self.percent else f"{self.name} {self.text(value)}"
+        return f"{self.text(value)} %" if self.percent else f"{self.words} {self.text(value)}"
 
     def gap(self, value: float) -> str:
         """A difference inside a sentence."""
@@ -47,11 +54,57 @@ class Measure:
         return a - b if self.higher else b - a
 
 
+_WORDS = {"rmse": "RMSE", "mae": "MAE", "mse": "MSE", "ece": "ECE", "roc_auc": "ROC AUC", "r2": "R2", "f1": "F1"}
 ACCURACY = Measure("accuracy", percent=True, higher=True)
+_LOWER = ("rmse", "loss", "squared_error", "perplexity")
 
 
-def measure_of(runs: Sequence[Run]) -> Measure:
-    """The measure all tables and figures show: accuracy where there is one, else RMSE, else loss."""
+def measures_of(runs: Sequence[Run]) -> list[Measure]:
+    """The measures that runs were asked for, one that all of them have first; the usual one where none were."""
+    asked: dict[str, Measure] = {}
+    for run in runs:
+        for name, higher in _asked(run).items():
+            asked.setdefault(name, Measure(name, percent=name.endswith("accuracy"), higher=higher))
+    have = {n: sum(number(_summary(run, n).get("mean")) is not None for run in runs) for n in asked}
+    found = [m for n, m in asked.items() if have[n]]
+    usual = _usual(runs)
+    if not any(have[m.name] == len(runs) for m in found):
+        return [usual, *(m for m in found if m != usual)]
+    return sorted(found, key=lambda m: have[m.name] < len(runs))
+
+
+def measure_of(runs: Sequence[Run], name: str | None = None) -> Measure:
+    """The measure that tables and figures show: the one named, else the first that was asked for, else the usual one.
+
+    Raises:
+        FedspanError: if the runs have no such measure.
+    """
+    if name is None:
+        return measures_of(runs)[0]
+    known = {m.name: m for m in measures_of(runs)}
+    for run in runs:
+        for column in run.result["measures"]:
+            stem = next((m for m in known.values() if column.startswith(f"{m.name}_")), None)
+            if column not in known and column.startswith("accuracy"):
+                known[column] = Measure(column, percent=True, higher=True)
+            elif column not in known and (stem is not None or column.startswith(_LOWER)):
+                known[column] = Measure(column, stem is not None and stem.percent, stem is not None and stem.higher)
+    if name not in known:
+        raise FedspanError(f"Report: the measure must be one of {', '.join(known)}. Got {name[:60]!r}.")
+    return known[name]
+
+
+def _asked(run: Run) -> dict[str, bool]:
+    """The metrics that a run was asked for, and whether higher is better."""
+    told = run.result.get("evaluation")
+    metrics = told.get("metrics") if isinstance(told, dict) else None
+    some = metrics if isinstance(metrics, dict) else {}
+    named = {k: v for k, v in some.items() if isinstance(k, str) and k.isidentifier() and len(k) <= 60}  # files too
+    return {k: not (isinstance(v, dict) and v.get("higher") is False) for k, v in named.items()}
+
+
+def _usual(runs: Sequence[Run]) -> Measure:
+    """Accuracy where there is one, else RMSE, else loss."""
     for name in ("accuracy", "rmse", "loss"):
         if any(number(_summary(run, name).get("mean")) is not None for run in runs):
             return ACCURACY if name == "accuracy" else Measure(name, percent=False, higher=False)

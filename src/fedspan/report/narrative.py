@@ -19,7 +19,7 @@ def headline(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         return []
     measure, best = known[0].measure, known[0]
     unit = " %" if measure.percent else ""
-    name = "accuracy" if measure.percent else measure.title
+    name = measure.words
     cards = [(f"{'Best mean' if len(known) > 1 else 'Mean'} {name}", measure.text(best.mean) + unit, best.label)]
     worst = _best_for_worst(known)
     if worst is not None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedspan.errors import FedspanError
-from fedspan.report import paired
+from fedspan.report import paired, side_by_side
 from fedspan.report.assets import asset, digest, packed_plotly, plotly
 from fedspan.report.canvas import inline_svg
 from fedspan.report.given import section
-from fedspan.report.measures import ClientValue, clients
+from fedspan.report.measures import ClientValue, clients, measures_of
 from fedspan.report.narrative import headline, summary
 from fedspan.report.palette import Look, looks, themes
 from fedspan.report.plots import Plot, monitor_plots, plots
@@ -139,7 +139,7 @@ def texts(groups: Sequence[Group], rows: Sequence[Row]) -> dict[str, str]:
     warnings = "".join(f'<p class="note">{escape(n)}</p>\n' for n in notes(groups))
     return {
         "summary": f'<dl class="cards">\n{cards}</dl>\n<div class="says"><ul>\n{says}</ul></div>\n{warnings}',
-        "results": _results(rows, looks(groups)),
+        "results": _results(rows, looks(groups)) + side_by_side.to_html(groups),
         "clients-table": client_table(rows, groups) + _paired(groups),
     }
 
@@ -313,8 +313,13 @@ def client_table(rows: Sequence[Row], groups: Sequence[Group]) -> str:
 
 def _paired(groups: Sequence[Group]) -> str:
     """Every method against the best, client by client."""
-    found = paired.pairs([run for g in groups for run in g.runs])
-    return f"<h3>Client by client</h3>\n{paired.to_html(found)}" if found else ""
+    runs = [run for g in groups for run in g.runs]
+    out, measures = "", measures_of(runs)
+    for measure in measures:
+        if found := paired.pairs(runs, measure=measure):
+            by = f", {escape(measure.words)}" if len(measures) > 1 else ""
+            out += f"<h3>Client by client{by}</h3>\n{paired.to_html(found)}"
+    return out
 
 
 def _cell(value: float | None, text: str, best: bool = False) -> str:

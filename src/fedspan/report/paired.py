@@ -55,17 +55,17 @@ class Pair:
         return int((self.gains < 0).sum())
 
 
-def pairs(runs: Sequence[Run], against: str | None = None) -> list[Pair]:
-    """Every method against one of them (by default the best), in the order of the table.
+def pairs(runs: Sequence[Run], against: str | None = None, measure: Measure | None = None) -> list[Pair]:
+    """Every method against one of them (by default the best), in the order of the table, by the first measure or this.
 
     Methods that share no client and seed with the reference are left out.
 
     Raises:
         FedspanError: if `against` is no method of these runs.
     """
-    groups, measure = group(runs), measure_of(runs)
+    groups, measure = group(runs), measure or measure_of(runs)
     by_label = {g.label: g for g in groups}
-    rows = [r for r in summary_rows(runs) if r.mean is not None]
+    rows = [r for r in summary_rows(runs, measure=measure) if r.mean is not None]
     if against is not None and against not in by_label:
         raise FedspanError(f"Compare: the reference must be one of {', '.join(by_label)}. Got {against!r}.")
     if len(rows) < 2:
@@ -192,9 +192,9 @@ def _p(value: float | None) -> str:
 # ------------------------------------------------------------------------------------------------ figure
 
 
-def differences_figure(runs: Sequence[Run], against: str | None = None) -> Figure:
+def differences_figure(runs: Sequence[Run], against: str | None = None, measure: Measure | None = None) -> Figure:
     """Every client's gain, a row per method: how many gain, how many lose, and by how much."""
-    found, look = pairs(runs, against), looks(group(runs))
+    found, look = pairs(runs, against, measure), looks(group(runs))
     if not found:
         raise FedspanError("Compare: there must be two methods with the same clients and seeds. Got none.")
     measure = found[0].measure

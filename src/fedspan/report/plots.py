@@ -16,7 +16,7 @@ import numpy as np
 from fedspan.report.measures import Axis, ClientValue, Curve, Measure, clients, curve_of, monitored, time_on_devices
 from fedspan.report.palette import looks
 from fedspan.report.runs import Group, Run
-from fedspan.report.tables import Row, short
+from fedspan.report.tables import Row, short, summary_rows
 from fedspan.report.text import clean
 
 _X: dict[Axis, str] = {
@@ -53,7 +53,7 @@ class Plot:
 def plots(groups: Sequence[Group], rows: Sequence[Row]) -> list[Plot]:
     """The figures every page has, in their order, as far as the runs have something to draw."""
     measure = rows[0].measure
-    name = measure.name.capitalize() if measure.percent else measure.title
+    name = _capital(measure)
     order = "; ".join(f"{r.label} {measure.phrase(r.mean)}" for r in rows)
     band = " The band is one standard deviation over seeds." if any(r.over_seeds is not None for r in rows) else ""
     axes: list[tuple[Axis, str, str]] = [
@@ -72,7 +72,22 @@ def plots(groups: Sequence[Group], rows: Sequence[Row]) -> list[Plot]:
     ]
     found = [*out, bytes_plot(groups, rows), clients_plot(groups, rows), labels_plot(groups)]
     found.append(capacities_plot(groups, measure))
+    for k, further in enumerate(f.measure for f in rows[0].further):
+        found += _further_plots(k, groups, further, band)
     return [p for p in found if p is not None]
+
+
+def _capital(measure: Measure) -> str:
+    return measure.words[0].upper() + measure.words[1:]
+
+
+def _further_plots(k: int, groups: Sequence[Group], measure: Measure, band: str) -> list[Plot | None]:
+    """Learning curves and clients by a measure beside the first."""
+    rows = summary_rows([run for g in groups for run in g.runs], measure=measure)
+    name, order = _capital(measure), "; ".join(f"{r.label} {measure.phrase(r.mean)}" for r in rows)
+    says = f"Mean over the clients that define it.{band}"
+    curves = curves_plot(f"further-{k}", groups, measure, "round", f"{name} over rounds", says, f"At the end: {order}.")
+    return [curves, clients_plot(groups, rows, f"further-clients-{k}", f"Every client, {measure.words}")]
 
 
 def curves_plot(
@@ -138,7 +153,9 @@ def curves_plot(
     return Plot(place, title, caption, label, data, layout)
 
 
-def clients_plot(groups: Sequence[Group], rows: Sequence[Row]) -> Plot | None:
+def clients_plot(
+    groups: Sequence[Group], rows: Sequence[Row], place: str = "clients", title: str = "Every client"
+) -> Plot | None:
     """Every client's final value, one line of dots and a box per method."""
     measure = rows[0].measure
     scale = 100.0 if measure.percent else 1.0
@@ -155,8 +172,8 @@ def clients_plot(groups: Sequence[Group], rows: Sequence[Row]) -> Plot | None:
         return None
     said = "; ".join(f"{r.label} worst tenth {measure.phrase(r.worst)}" for r in rows)
     return _boxes(
-        "clients",
-        "Every client",
+        place,
+        title,
         "One dot per client and seed at the end of the run; the box holds the middle half, dashed is the mean."
         + (f" Of more than {_DOTS}, evenly spaced ranks are drawn." if many else ""),
         f"{said}.",

@@ -206,7 +206,7 @@ def settings(run: Run) -> dict[str, Any]:
     return {
         k: v
         for k, v in flat.items()
-        if k not in _SILENT and k.rsplit(".", 1)[-1] != "seed" and not k.startswith("train.checkpoint_")
+        if k not in _SILENT and k.rsplit(".", 1)[-1] != "seed" and not k.startswith(("train.checkpoint_", "evaluate."))
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedspan.report.grid import Cell, Grid, comma_separated, latex, markdown
-from fedspan.report.measures import Measure, deviation, mean, measure_of, points, value
+from fedspan.report.measures import Measure, deviation, mean, measure_of, measures_of, points, value
 from fedspan.report.runs import Run, group
 from fedspan.report.text import number
 
@@ -25,6 +25,17 @@ class Target:
     rounds: float | None = None
     megabytes: float | None = None  # both directions
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class FurtherValue:
+    """What a row has of a measure beside its first."""
+
+    measure: Measure
+    mean: float | None
+    over_seeds: float | None
+    over_clients: float | None
+    pooled: float | None  # over the examples of all clients together
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class Row:
     down_total: float | None
     seconds: float | None
     target: Target | None = None
+    further: tuple[FurtherValue, ...] = ()
 
     @property
     def total(self) -> float | None:
@@ -56,9 +68,13 @@ class Row:
         return None if self.up_total is None or self.down_total is None else self.up_total + self.down_total
 
 
-def summary_rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
-    """One row per group of equal settings, the best mean first; with what it took to reach a `target` if given."""
-    measure = measure_of(runs)
+def summary_rows(runs: Sequence[Run], target: float | None = None, measure: Measure | None = None) -> list[Row]:
+    """One row per group of equal settings, the best mean first; with what it took to reach a `target` if given.
+
+    Without a `measure` it is the first that the runs were asked for; the others stand beside it.
+    """
+    measure = measure or measure_of(runs)
+    others = [m for m in measures_of(runs) if m != measure]
     rows = []
     for g in group(runs):
         means = [value(r, measure) for r in g.runs]
@@ -80,10 +96,17 @@ def summary_rows(runs: Sequence[Run], target: float | None = None) -> list[Row]:
                 down_total=mean([s[3] for s in sent]),
                 seconds=mean([number(r.result["seconds"].get("train")) for r in g.runs]),
                 target=None if target is None else reach(g.runs, measure, target),
+                further=tuple(_further(g.runs, m) for m in others),
             )
         )
     sign = -1.0 if measure.higher else 1.0
     return sorted(rows, key=lambda r: (r.mean is None, sign * (r.mean or 0.0)))
+
+
+def _further(runs: Sequence[Run], measure: Measure) -> FurtherValue:
+    means = [value(r, measure) for r in runs]
+    rest = [mean([value(r, measure, of) for r in runs]) for of in ("std", "pooled")]
+    return FurtherValue(measure, mean(means), deviation(means), *rest)
 
 
 def reach(runs: Sequence[Run], measure: Measure, target: float) -> Target:
@@ -154,9 +177,14 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     seeds = any(r.over_seeds is not None for r in rows)
     best = max if measure.higher else min
 
-    def plus_minus(row: Row) -> str:
-        spread = row.over_seeds if seeds else row.over_clients
-        return measure.text(row.mean) if row.mean is None else f"{measure.text(row.mean)} ± {measure.text(spread)}"
+    def plus_minus(row: Row | FurtherValue) -> str:
+        spread, text = row.over_seeds if seeds else row.over_clients, row.measure.text
+        return text(row.mean) if row.mean is None else f"{text(row.mean)} ± {text(spread)}"
+
+    def beside(k: int, other: Measure) -> Column:
+        title = f"{other.title} (± over {'seeds' if seeds else 'clients'})"
+        which = max if other.higher else min
+        return Column(title, lambda r: plus_minus(r.further[k]), lambda r: r.further[k].mean, which)
 
     found = [
         Column("method", lambda r: r.label),
@@ -167,6 +195,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
             lambda r: r.worst,
             best,
         ),
+        *(beside(k, f.measure) for k, f in enumerate(rows[0].further if rows else ())),
         Column("MB up per client-round", lambda r: short(r.up), lambda r: r.up),
         Column("MB down per client-round", lambda r: short(r.down), lambda r: r.down),
         Column("MB in total", lambda r: short(r.total), lambda r: r.total),
@@ -175,7 +204,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("seeds", lambda r: str(len(r.seeds)), lambda r: float(len(r.seeds))),
     ]
     aim = next((r.target for r in rows if r.target is not None), None)
-    return found if aim is None else found[:3] + _to_target(aim, measure) + found[3:]
+    start = 3 + len(rows[0].further if rows else ())
+    return found if aim is None else found[:start] + _to_target(aim, measure) + found[start:]
 
 
 def _to_target(aim: Target, measure: Measure) -> list[Column]:
@@ -236,6 +266,9 @@ def to_csv(rows: Sequence[Row]) -> str:
     titles = ["label", "method", "seeds", "rounds", name, f"{name}_std_over_seeds", f"{name}_std_over_clients"]
     titles += [f"{name}_worst_tenth", "mb_up_per_client_round", "mb_down_per_client_round"]
     titles += ["mb_up", "mb_down", "mb_total", "train_seconds"]
+    for f in rows[0].further if rows else ():
+        n = f.measure.name
+        titles += [n, f"{n}_std_over_seeds", f"{n}_std_over_clients", f"{n}_pooled"]
     aimed = any(r.target is not None for r in rows)
     titles += ["target", "seeds_that_reach_it", "rounds_to_it", "mb_to_it", "seconds_to_it"] if aimed else []
     lines: list[list[str | int | float | None]] = []
@@ -243,6 +276,8 @@ def to_csv(rows: Sequence[Row]) -> str:
         line: list[str | int | float | None] = [r.label, r.method, " ".join(map(str, r.seeds)), r.rounds]
         line += [r.mean, r.over_seeds, r.over_clients, r.worst, r.up, r.down]
         line += [r.up_total, r.down_total, r.total, r.seconds]
+        for f in r.further:
+            line += [f.mean, f.over_seeds, f.over_clients, f.pooled]
         if aimed and r.target is not None:
             t = r.target
             line += [t.value, t.reached, t.rounds, t.megabytes, t.seconds]

@@ -11,9 +11,9 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -30,12 +30,13 @@ from fedspan.method.promises import Unchanged, check_server
 from fedspan.methods import name_of
 from fedspan.randomness import generator
 from fedspan.simulation import evaluation
-from fedspan.simulation.engine import Engine
+from fedspan.simulation.engine import Engine, NoHeadToFit
 from fedspan.simulation.environment import versions
+from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.simulation.record import Progress, Record
 from fedspan.simulation.result import Result
 from fedspan.simulation.settings import sample
-from fedspan.simulation.transport import Collected, Sums, Transport
+from fedspan.simulation.transport import Collected, MeasuredClients, Sums, Transport
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
@@ -52,6 +53,8 @@ class Evaluated:
 
     clients: dict[str, list[float | None]]
     found: dict[str, dict[str, float]]
+    left_out: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By metric the clients, by name, that do not define it, and why."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class RoundDriver(ABC):
         self.clients = record.federation.clients
         self._busy = False
         self._last: Evaluated | None = None
+        self._without: set[JudgedModel] = set()
         for _ in range(record.progress.halvings):
             self._halve()
 
@@ -125,6 +129,11 @@ class RoundDriver(ABC):
             self.record.close()
 
     # ------------------------------------------------------------------------------------------------ hooks
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What clients are called."""
+        return self.engine.data.names
 
     def _undisturbed(self) -> AbstractContextManager[list[bool]]:
         """Around every round; a list that is not empty afterwards asks to stop."""
@@ -256,15 +265,43 @@ class RoundDriver(ABC):
             rng = generator(self.seed, "evaluate", t)
             size = min(len(chosen), self.settings.evaluate_clients)
             chosen = sorted(rng.choice(chosen, size, replace=False).tolist())
-        clients = _per_client(self.transport.measure(t, chosen, ledger), chosen)
-        if self.settings.evaluate_after:  # the local round that would come next; its download is the one just counted
-            after = _per_client(self.transport.measure(t + 1, chosen, Ledger(), after=True), chosen)
-            clients |= {f"{k}_after": v for k, v in after.items() if k != "n"}
+        clients: dict[str, list[float | None]] = {}
+        left_out: dict[str, dict[str, str]] = {}
+        pooled: dict[str, float] = {}
+        for way in self._ways():
+            got = self._judged(t, chosen, ledger, way)
+            if got is None:
+                continue
+            columns = _per_client(got.sums, chosen)
+            columns |= {name: [some.get(i) for i in chosen] for name, some in got.metrics.items()}
+            clients |= {k + way.suffix: v for k, v in columns.items() if k != "n" or way == RECEIVED}
+            pooled |= {k + way.suffix: v for k, v in got.pooled.items()}
+            for name, why in got.left_out.items():
+                left_out[name + way.suffix] = {self.names[i]: text for i, text in why.items()}
         found = {k: v for k, v in evaluation.summarise(clients).items() if v}
+        if self.engine.judging.asked:
+            found = evaluation.with_pooled(found, {m.name: m.higher for m in self.engine.metrics}, pooled)
         if not all(math.isfinite(x) for v in found.values() for x in v.values()):
             by = self.transport
             raise Divergence(f"{by.who}: evaluation after round {t} gave NaN or infinity; {by.advice()}")
-        return Evaluated({"id": list(map(float, chosen)), **clients}, found)
+        if self.record.history is not None:
+            self.record.history.add(t, chosen, clients)
+        return Evaluated({"id": list(map(float, chosen)), **clients}, found, left_out)
+
+    def _ways(self) -> list[JudgedModel]:
+        """How clients are judged, as far as the method has such models."""
+        return [w for w in self.engine.ways(self.settings.evaluate_after) if w not in self._without]
+
+    def _judged(self, t: int, chosen: list[int], ledger: Ledger, way: JudgedModel) -> MeasuredClients | None:
+        """What clients measure of one model; None, and a message, if the method has none of this kind."""
+        # Trained once more is the local round that would come next; its download is the one just counted.
+        at, counted = (t + 1 if way.model == "trained" else t), ledger if way == RECEIVED else Ledger()
+        try:
+            return self.transport.measure(at, chosen, counted, way)
+        except NoHeadToFit as e:
+            self._without.add(way)
+            self.messages.append(f"Evaluate: no model '{way.words}': {e}.")
+            return None
 
     # ------------------------------------------------------------------------------------------------ results
 
@@ -287,11 +324,25 @@ class RoundDriver(ABC):
             digest=self.record.digest(),
             messages=self.messages,
             spans=p.spans,
+            evaluation=self._evaluation(self._last),
             **self._about(),
         )
         if self.out is not None:
             result.write(Path(self.out))
         return result
+
+    def _evaluation(self, made: Evaluated) -> dict[str, Any]:
+        """What was asked of evaluations, who was left out of what, and what every protocol would report."""
+        if not self.engine.judging.asked:
+            return {}
+        metrics = {m.name: m for m in self.engine.metrics}
+        lead = next((n for n in ("accuracy", "rmse", "loss") if n in made.found), None)
+        higher = {k: m.higher for k, m in metrics.items()} or ({} if lead is None else {lead: lead == "accuracy"})
+        ways, lines = self._ways(), self.record.lines
+        told = {k: evaluation.side_by_side(k, up, ways, made.found, lines) for k, up in higher.items()}
+        unit = {k: m.low >= 0.0 and m.high <= 1.0 for k, m in metrics.items()}
+        about = {k: {"higher": up, "fraction": unit.get(k, k == "accuracy")} for k, up in higher.items()}
+        return {"metrics": about, "protocols": told, "left_out": made.left_out}
 
 
 def _interrupt() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,14 +15,16 @@ from torch.func import vmap
 
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
-from fedspan.errors import ConfigError
-from fedspan.learn.batches import Amount, Batch, Batches, Index, draw, pad, rows_of
-from fedspan.learn.sgd import gradient
+from fedspan.errors import ConfigError, FedspanError
+from fedspan.learn.batches import SHUFFLED, Amount, Batch, Batches, Epochs, Index, KeyedTransform, draw, pad, rows_of
+from fedspan.learn.metrics import UndefinedMetric
+from fedspan.learn.sgd import gradient, sgd
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
 from fedspan.method.promises import ChunkWatch, SameShapes, need_tensors
 from fedspan.randomness import key
-from fedspan.tree import Params, Tree
+from fedspan.simulation.protocols import RECEIVED, EvaluationSettings, JudgedModel
+from fedspan.tree import Inputs, Params, Tree
 
 SMALL_MODEL = 20_000
 """Up to this many parameters mapping wins clearly: the work of one client is smaller than the cost of asking for it."""
@@ -33,6 +37,10 @@ TRAINING = "before "
 """Marks the streams of the local round that comes before a use of the model."""
 
 
+HEAD_FIT = "head fit"
+"""The stream by which the head of a received model is fitted before it is judged."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a chunk of clients gave: rows to keep, uploads, bytes of coded parts; all stacked in the order of ids."""
@@ -40,6 +48,26 @@ class Answer:
     rows: Tree
     sent: Sent
     coded: dict[str, Tensor]
+    raw: Sent | None = None
+    """Uploads as they were before the codecs, where they were asked for."""
+
+
+@dataclass
+class EvaluatedChunk:
+    """What was measured of a chunk of clients, in the order of ids."""
+
+    sums: dict[str, Tensor]
+    """Sums of measures over the examples, and how many there were (`n`)."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Metrics of gathered predictions; NaN for a client that does not define one."""
+    left_out: dict[str, dict[int, str]] = field(default_factory=dict)
+    """By metric the clients that do not define it, and why."""
+    predictions: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    """Client, labels and predictions, as metrics take them."""
+
+
+class NoHeadToFit(FedspanError):
+    """A method does not predict with one model whose head could be fitted."""
 
 
 @dataclass
@@ -54,11 +82,16 @@ class Engine:
     epochs: int
     mapping: Literal["vmap", "loop"]
     evaluation_batch: int = 512
+    judging: EvaluationSettings = field(default_factory=EvaluationSettings)
 
     def __post_init__(self) -> None:
         self._models: dict[Capacity, Task] = {}
         self._shapes = SameShapes()
         self.able = Abilities(self.method)
+        self._by_rule: dict[str | None, Abilities] = {None: self.able}
+        self.metrics = self.judging.found()
+        summed = {"rmse", *self.task.summed}
+        self.gathered = [m for m in self.metrics if m.name not in summed]
         self.dtype = next(iter(self.task.init().values())).dtype
 
     def model(self, capacity: Capacity) -> Task:
@@ -84,10 +117,11 @@ class Engine:
         own: Tree,
         common: Tree,
         raw: bool = False,
+        keep_raw: bool = False,
     ) -> Answer:
         """`client_update` of every client in `ids`; rows and own are stacked in that order.
 
-        `raw` leaves uploads as they are before the codecs, for whoever really writes them.
+        `raw` leaves uploads as they are before the codecs, for whoever really writes them; `keep_raw` gives both.
         """
         task, shared = self.model(capacity), tree.aligned(shared)
         codecs = {} if raw else self.able.coded.codecs(round)
@@ -95,15 +129,16 @@ class Engine:
         given = {"rows": rows, "shared": shared, "own": own, "common": common}
         watch = ChunkWatch(self.method, round, self._shapes, capacity, **given)
 
-        def one(client: Tree, mine: Tree, visit: Visit, _: object) -> tuple[Tree, Sent, dict[str, Tensor]]:
+        def one(client: Tree, mine: Tree, visit: Visit, _: object) -> tuple[Any, ...]:
             client, sent = watch.update(task, client, {**shared, **mine}, visit)
             mean, sizes = wire.roundtrip(sent.mean, codecs)
             each, more = wire.roundtrip(sent.each, codecs)
-            return client, Sent(sent.weight, mean, each, sent.weights), sizes | more
+            found = client, Sent(sent.weight, mean, each, sent.weights), sizes | more
+            return (*found, sent) if keep_raw else found
 
-        new, sent, coded = self._each(one, capacity, round, ids, rows, own, common, self.method.plan(), None)
+        new, sent, coded, *before = self._each(one, capacity, round, ids, rows, own, common, self.method.plan(), None)
         watch.finish()
-        return Answer(new, sent, coded)
+        return Answer(new, sent, coded, *before)
 
     def evaluate(
         self,
@@ -115,53 +150,109 @@ class Engine:
         own: Tree,
         common: Tree,
         part: str = "test",
-        after: bool = False,
-    ) -> dict[str, Tensor]:
-        """Per client the sums of its measures over one part of its data, and how many examples there were (`n`).
+        way: JudgedModel = RECEIVED,
+    ) -> EvaluatedChunk:
+        """What is measured of every client on one part of its data.
 
-        `after`: of the model it has right after a local round of its own, which leaves no trace.
+        The model is the one of `way`. Local rounds and fits for it leave no trace; of a client's `own` model `rows`
+        hold its state (`row`) and what it sent (`sent`), as it has trained already.
         """
         task, shared = self.model(capacity), tree.aligned(shared)
-        plan = dict(self.able.adapts.personal_plan(task))
-        if after:
+        able = self._predicting_by(way.rule)
+        plan = dict(able.adapts.personal_plan(task))
+        if way.model == "trained":
             plan |= {TRAINING + name: amount for name, amount in self.method.plan().items()}
+        if way.model == "head":
+            plan[HEAD_FIT] = Epochs(self.judging.head_epochs)
 
-        def one(client: Tree, mine: Tree, visit: Visit, held: Batches) -> dict[str, Tensor]:
-            down = {**shared, **mine}
-            if after:
+        def weights_of(client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Tree]:
+            """The client's state, and the weights it is judged by."""
+            sent = None
+            if way.model == "own":
+                client, sent = client["row"], client["sent"]
+            elif way.model == "trained":
                 streams = {k.removeprefix(TRAINING): b for k, b in visit.batches.items() if k.startswith(TRAINING)}
                 client, sent = self.method.client_update(task, client, down, replace(visit, batches=streams))
-                down = self.able.adapts.trained(down, sent, capacity)
                 visit = replace(visit, batches={k: b for k, b in visit.batches.items() if not k.startswith(TRAINING)})
-            weights = self.method.personal(task, client, down, visit)
+            weights = None
+            if sent is not None:
+                down = able.adapts.trained(down, sent, capacity)
+                weights = able.adapts.personal_trained(task, client, down, visit)
+            if weights is None:
+                weights = able.method.personal(task, client, down, visit)
             need_tensors(self.method, "personal", weights)
+            if way.model == "head":
+                weights = self._with_fitted_head(task, weights, visit[HEAD_FIT])
+            return client, weights
+
+        def one(client: Tree, mine: Tree, visit: Visit, held: Batches) -> dict[str, Any]:
+            client, weights = weights_of(client, {**shared, **mine}, visit)
             total: dict[str, Tensor] = {"n": torch.zeros((), dtype=self.dtype)}
+            seen: dict[str, list[Tensor]] = {"output": [], "y": [], "live": []}
             with torch.no_grad():
                 for batch in held:
-                    output = self.able.adapts.predict(task, weights, batch.x)
-                    for name, values in task.measures(output, batch.y).items():
+                    output = able.adapts.predict(task, weights, batch.x)
+                    for name, values in task.measures(output, batch.y, batch.mask).items():
                         total[name] = total.get(name, 0.0) + (values * batch.w).sum()
                     total["n"] = total["n"] + batch.w.sum()
-            seen = () if after else self.able.observed.observe(client).items()
-            return total | {name: value.to(self.dtype) * total["n"] for name, value in seen}
+                    if self.gathered:
+                        for name, t in (("output", output), ("y", batch.y), ("live", batch.w > 0)):
+                            seen[name].append(t)
+            told = self.able.observed.observe(client).items() if way == RECEIVED else ()
+            sums: dict[str, Any] = total | {name: value.to(self.dtype) * total["n"] for name, value in told}
+            return sums | ({"": {k: torch.cat(v) for k, v in seen.items()}} if self.gathered else {})
 
         kept = [i for i in ids if len(getattr(self.data, part)[i])]
         if not kept:
-            return {"n": torch.zeros(len(ids), dtype=self.dtype)}
+            return EvaluatedChunk({"n": torch.zeros(len(ids), dtype=self.dtype)})
         at = torch.tensor([ids.index(i) for i in kept])
-        result: dict[str, Tensor] = self._each(
-            one,
-            capacity,
-            round,
-            kept,
-            tree.take(rows, at),
-            tree.take(own, at),
-            common,
-            plan,
-            part,
-        )
-        where = {name: torch.zeros(len(ids), dtype=t.dtype).index_copy(0, at, t) for name, t in result.items()}
-        return where
+        found = EvaluatedChunk({}, {m.name: [math.nan] * len(ids) for m in self.gathered})
+        gather = partial(self._gather, task, found, {i: k for k, i in enumerate(ids)}) if self.gathered else None
+        rows, own = tree.take(rows, at), tree.take(own, at)
+        result: dict[str, Tensor] = self._each(one, capacity, round, kept, rows, own, common, plan, part, gather)
+        found.sums = {name: torch.zeros(len(ids), dtype=t.dtype).index_copy(0, at, t) for name, t in result.items()}
+        return found
+
+    def ways(self, after: bool = False) -> list[JudgedModel]:
+        """How every client is judged; `after` also by its trained model (`train.evaluate_after`)."""
+        rule: Any = self.able.adapts.prediction_rule()
+        return self.judging.ways(rule, ("head", "prototype") if rule else (), after)
+
+    def _predicting_by(self, rule: str | None) -> Abilities:
+        """The method's capabilities when it predicts by one of its rules; None: its own."""
+        if rule not in self._by_rule:
+            assert rule is not None
+            method: Any = self.able.adapts.predicting_by(rule)
+            self._by_rule[rule] = Abilities(method)
+        return self._by_rule[rule]
+
+    def _with_fitted_head(self, task: Task, weights: Tree, stream: Batches) -> Tree:
+        """A model whose head has been fitted to a client's training data, its body as it was."""
+        if not task.whole(weights) or not task.head:
+            raise NoHeadToFit(f"{type(self.method).__name__} does not predict with one model that has a head")
+        body, head = tree.without(weights, task.head), tree.select(weights, task.head)
+
+        def loss(h: Params, batch: Batch) -> Tensor:
+            return task.loss(body | h, batch)
+
+        fitted: Tree = body | sgd(loss, head, stream, self.judging.head_lr)
+        return fitted
+
+    def _gather(self, task: Task, found: EvaluatedChunk, places: Mapping[int, int], result: Tree, client: int) -> Tree:
+        """Compute the metrics of one client's predictions; what is left are its sums."""
+        seen = result[""]
+        live = seen["live"]
+        y, scores = task.scores(seen["output"][live], seen["y"][live])
+        found.predictions.append((client, y, scores))
+        for m in self.gathered:
+            try:
+                found.metrics[m.name][places[client]] = m(y.numpy(), scores.numpy())
+            except UndefinedMetric as e:
+                found.left_out.setdefault(m.name, {})[client] = str(e)
+            except ConfigError as e:
+                who = f"Client {self.data.names[client]}, {len(y)} examples."
+                raise ConfigError(f"{e} {who} Return NaN where the metric is not defined.") from e
+        return {k: v for k, v in result.items() if k}
 
     def personal(self, capacity: Capacity, round: int, client: int, row: Tree, down: Tree, common: Tree) -> Tree:
         """The weights one client predicts with."""
@@ -187,15 +278,20 @@ class Engine:
         common: Tree,
         plan: Mapping[str, Amount],
         part: str | None,
+        finish: Callable[[Any, int], Any] | None = None,
     ) -> Any:
-        """Run `one(client, own, visit, held-out batches)` for every client and stack what it returns."""
+        """Run `one(client, own, visit, held-out batches)` for every client and stack what it returns.
+
+        `finish(result, client)` makes of each result what is stacked; it runs for one client at a time.
+        """
         if self.mapping == "loop":
             results = []
             for k, i in enumerate(ids):
                 visit, held, _ = self._visit(i, round, plan, common, part, capacity)
                 try:
                     row, mine = tree.aligned((tree.take(rows, k), tree.take(own, k)))
-                    results.append(tree.detach(one(row, mine, visit, held)))
+                    result = tree.detach(one(row, mine, visit, held))
+                    results.append(result if finish is None else finish(result, i))
                 except RuntimeError as e:
                     raise RuntimeError(f"round {round}, client {i}: {e}") from e
             return tree.stack(results)
@@ -208,12 +304,15 @@ class Engine:
         t, (rows, own) = torch.tensor(round), tree.aligned((rows, own))
 
         def mapped(client: Tree, mine: Tree, at: dict[str, Tensor], k: Tensor, n: Tensor, names: Tensor | None) -> Any:
-            batches = {s: Batches(self.data.x, self.data.y, r, k, names, mapped=True) for s, r in at.items()}
+            batches = {
+                s: Batches(self.data.x, self.data.y, r, k, names, True, self._transform(s, plan)) for s, r in at.items()
+            }
             held = batches.pop("", None)
             return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
         dims = (0, 0, 0, 0, 0, None if relabel is None else 0)
-        return vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
+        found = vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
+        return found if finish is None else tree.stack([finish(tree.take(found, k), i) for k, i in enumerate(ids)])
 
     def _visit(
         self,
@@ -227,12 +326,16 @@ class Engine:
         k = key(self.seed, "visit", round, client)
         names = None if self.data.relabel is None else self.data.relabel[client]
         batches = {
-            s: Batches(self.data.x, self.data.y, torch.from_numpy(r), k, names)
+            s: Batches(self.data.x, self.data.y, torch.from_numpy(r), k, names, False, self._transform(s, plan))
             for s, r in self._streams(client, round, plan, part).items()
         }
         held = batches.pop("", None)
         n = torch.tensor(len(self.data.train[client]), dtype=self.dtype)
         return Visit(torch.tensor(round), k, n, self.data.clients, batches, common, capacity), held, k
+
+    def _transform(self, stream: str, plan: Mapping[str, Amount]) -> KeyedTransform | None:
+        """What is done to the inputs of a stream: nothing, unless it trains on shuffled examples."""
+        return self.data.transforms if isinstance(plan.get(stream), SHUFFLED) else None
 
     def _streams(self, client: int, round: int, plan: Mapping[str, Amount], part: str | None) -> dict[str, Index]:
         streams = draw(
@@ -272,7 +375,7 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop
     return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
 
 
-def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
+def mapping_fault(task: Task, x: Inputs, y: Tensor) -> str | None:
     """Why a model or loss cannot be computed for many clients at once, seen on two examples; None if it can.
 
     Two clients take one gradient each, mapped and alone; the second has one example and an empty slot. It shows code
@@ -282,7 +385,7 @@ def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
     rows, slots = torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 1], [0, -1]])
 
     def mapped(own: Params, at: Tensor, filled: Tensor) -> Tree:
-        found: Tree = gradient(task.loss, own, Batch(x[at], y[at], filled, stream, 0))
+        found: Tree = gradient(task.loss, own, Batch(tree.take(x, at), y[at], filled, stream, 0))
         return found
 
     try:
@@ -294,7 +397,7 @@ def mapping_fault(task: Task, x: Tensor, y: Tensor) -> str | None:
     except Exception as e:  # whatever a model of somebody's own raises when it is traced
         return f"vmap gave {type(e).__name__}: {_first_sentence(str(e))}"
     for k, size in enumerate((2, 1)):
-        alone = gradient(task.loss, params, Batch(x[:size], y[:size], None, stream, 0))
+        alone = gradient(task.loss, params, Batch(tree.take(x, slice(size)), y[:size], None, stream, 0))
         if not _alike(tree.take(together, k), alone):
             return "an example's gradient depends on the other slots of its batch"
     return None

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedspan.simulation.protocols import JudgedModel
+
 Floats = NDArray[np.float64]
+Line = Mapping[str, Any]
 
 
 def per_client(sums: Mapping[str, Floats]) -> dict[str, list[float | None]]:
@@ -52,18 +55,20 @@ def summarise(clients: Mapping[str, Sequence[float | None]]) -> dict[str, dict[s
 
 def curve(lines: Sequence[Mapping[str, Any]], measure: str = "accuracy", of: str = "mean") -> list[tuple[int, float]]:
     """(round, value) of every evaluated round."""
-    return [(line["round"], line[measure][of]) for line in lines if line.get(measure)]
+    return [(line["round"], line[measure][of]) for line in lines if of in (line.get(measure) or {})]
 
 
-def last(lines: Sequence[Mapping[str, Any]], k: int = 5, measure: str = "accuracy") -> float | None:
+def last(lines: Sequence[Mapping[str, Any]], k: int = 5, measure: str = "accuracy", of: str = "mean") -> float | None:
     """Mean of the last k evaluations (the protocol `last5`)."""
-    values = [v for _, v in curve(lines, measure)][-k:]
+    values = [v for _, v in curve(lines, measure, of)][-k:]
     return float(np.mean(values)) if values else None
 
 
-def best(lines: Sequence[Mapping[str, Any]], measure: str = "accuracy") -> float | None:
+def best(
+    lines: Sequence[Mapping[str, Any]], measure: str = "accuracy", of: str = "mean", higher: bool = True
+) -> float | None:
     """The best evaluation over rounds (the protocol `best`)."""
-    return max((v for _, v in curve(lines, measure)), default=None)
+    return (max if higher else min)((v for _, v in curve(lines, measure, of)), default=None)
 
 
 def protocols(found: Mapping[str, Mapping[str, float]], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -73,6 +78,52 @@ def protocols(found: Mapping[str, Mapping[str, float]], lines: Sequence[Mapping[
     if "accuracy_after" in found:
         others |= {"after": found["accuracy_after"]["mean"], "best_after": best(lines, "accuracy_after")}
     return {**accuracy, **{k: v for k, v in others.items() if v is not None}}
+
+
+def side_by_side(
+    name: str,
+    higher: bool,
+    ways: Sequence[JudgedModel],
+    found: Mapping[str, Mapping[str, float]],
+    lines: Sequence[Line],
+) -> dict[str, dict[str, dict[str, float]]]:
+    """What every protocol would report of one measure: by which model, per client or pooled, at which round.
+
+    Of a model that was judged there are `mean` over clients and `pooled` over examples, each of the `last` evaluation,
+    the mean of the last five (`last5`), and the `best`.
+    """
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for way in ways:
+        column = name + way.suffix
+        for of in ("mean", "pooled"):
+            if of not in found.get(column, {}):
+                continue
+            told = {"last": found[column][of], "last5": last(lines, measure=column, of=of)}
+            told["best"] = best(lines, column, of, higher)
+            out.setdefault(way.words, {})[of] = {k: v for k, v in told.items() if v is not None}
+    return out
+
+
+def with_pooled(
+    found: dict[str, dict[str, float]], metrics: Mapping[str, bool], pooled: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Summaries with what a run that asks for metrics has beside: values over all examples, and the bad end of errors.
+
+    Args:
+        metrics: whether higher is better, by name.
+        pooled: of metrics that are no means over examples.
+    """
+    out = {}
+    for name, told in found.items():
+        more = {"pooled": pooled[name]} if name in pooled else {}
+        stem = next((m for m in (*metrics, "accuracy", "loss", "rmse") if name == m or name.startswith(f"{m}_")), None)
+        if stem == "rmse":
+            squared = found.get("squared_error" + name.removeprefix("rmse"))
+            more = {} if squared is None else {"pooled": float(np.sqrt(squared["weighted"]))}
+        elif stem in ("accuracy", "loss") and not more:
+            more = {"pooled": told["weighted"]}  # a mean over examples
+        out[name] = {**told, **more}
+    return out
 
 
 def to_target(

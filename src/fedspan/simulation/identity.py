@@ -15,8 +15,9 @@ from typing import Any
 
 from fedspan.simulation.settings import Settings
 
-FREE_SECTIONS = frozenset({"name", "rounds"})
-"""Of a configuration: what a run is called, and how many rounds it shall have; more rounds go on with the same run."""
+FREE_SECTIONS = frozenset({"name", "rounds", "evaluate"})
+"""Of a configuration: what a run is called, how many rounds it shall have (more rounds go on with the same run), and
+what is measured besides."""
 
 FREE_SETTINGS = frozenset(
     {"evaluate_after", "workers", "start_method", "checkpoint_every", "checkpoint_seconds", "memory_mb"}

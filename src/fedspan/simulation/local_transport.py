@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,14 +16,16 @@ from torch import Tensor
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData, Index
 from fedspan.errors import Divergence
+from fedspan.learn.metrics import UndefinedMetric
 from fedspan.method import Capacity, Sent
 from fedspan.simulation import defence
 from fedspan.simulation.defence import Bounds, DefenceHistory, Measured
 from fedspan.simulation.devices import Clock, Cost, Devices, largest, measure
-from fedspan.simulation.engine import Engine, chunk_size
+from fedspan.simulation.engine import Answer, Engine, EvaluatedChunk, chunk_size
+from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.simulation.record import Record
-from fedspan.simulation.settings import dropped
-from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum
+from fedspan.simulation.settings import dropped, sample
+from fedspan.simulation.transport import Collected, MeasuredClients, in_order, partial_sum
 from fedspan.simulation.workers import Executor, Job, Meta, available_cores, executor_of, forks
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
@@ -40,8 +43,9 @@ class LocalTransport:
     counted: tuple[Direction, ...] = tuple(d for d in Direction if d != Direction.WIRE)
     repeats = True
 
-    def __init__(self, engine: Engine, record: Record, devices: Devices | None = None) -> None:
-        self.engine, self.record, self.settings = engine, record, record.settings
+    def __init__(self, engine: Engine, record: Record, devices: Devices | None = None, *, rounds: int = 0) -> None:
+        self.engine, self.record, self.settings, self.rounds = engine, record, record.settings, rounds
+        self.ways = engine.ways(record.settings.evaluate_after)
         self.defence = record.defence
         self.data: FederatedData = engine.data
         self.capacities = record.capacities
@@ -53,10 +57,12 @@ class LocalTransport:
         self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
         self._trained: list[tuple[list[int], Tree, Tree]] = []  # clients, what they had, what they have after the round
         self._replaced: list[tuple[list[int], Tree]] = []  # clients, and what they had before `keep`
+        self._own_told: list[tuple[list[int], Meta]] = []  # clients, and what was measured of their own models
 
     def __getstate__(self) -> dict[str, Any]:
         """What a spawned worker needs to handle chunks: all but what only this process may touch."""
         here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_trained": [], "_replaced": []}
+        here["_own_told"] = []
         here["_shared"] = {}
         return self.__dict__ | here
 
@@ -99,10 +105,13 @@ class LocalTransport:
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
         jobs = self._jobs("train", t, going, ledger, {i: len(self.data.train[i]) for i in going}, Direction.DOWN)
         usual = DefenceHistory(self.defence, self.record.progress.usual)
+        judged = any(way.model == "own" for way in self.ways)
+        last = self._last_before_evaluation(t, going) if judged else set()
         for job in jobs:
             job.meta["answering"] = [i not in lost for i in job.meta["ids"]]
+            job.meta["own"] = not last.isdisjoint(job.meta["ids"])
             job.meta["bounds"] = usual.before
-        got, self._trained, self._replaced = Collected(sampled), [], []
+        got, self._trained, self._replaced, self._own_told = Collected(sampled), [], [], []
         now: dict[int, Capacity] = {}
         up: Counter[Capacity] = Counter()
         waiting: list[tuple[Job, Meta, Tree]] = []
@@ -115,6 +124,7 @@ class LocalTransport:
             ledger.add_names(Direction.UP, meta["bytes"])
             up[capacity] += sum(meta["bytes"].values())
             self._trained.append((job.meta["ids"], job.data["rows"], answer["rows"]))
+            self._own_told.append((job.meta["ids"], meta.get("own", {})))
             measured += [Measured(values) for values in meta["measured"]]
             cuts |= dict(meta["cut"])
             if meta["held"] or waiting:  # chunks are added up in their order, whichever must wait
@@ -152,7 +162,9 @@ class LocalTransport:
         for ids, old, new in self._trained:
             self._replaced.append((ids, old))
             self.record.put(ids, new)
-        self._trained = []
+        for ids, told in self._own_told:
+            self._keep_own(ids, told)
+        self._trained, self._own_told = [], []
 
     def take_back(self) -> None:
         """Put the rows back that `keep` has replaced."""
@@ -166,21 +178,89 @@ class LocalTransport:
 
     # ------------------------------------------------------------------------------------------------ measures
 
-    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, after: bool = False) -> Sums:
-        """Per-client sums of the models that clients use, or have after a local round of their own."""
+    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, way: JudgedModel = RECEIVED) -> MeasuredClients:
+        """What clients measure of one of their models; predictions of all are pooled."""
+        if way.model == "own":
+            return self._own_measured(chosen, way)
         part = getattr(self.data, self.settings.evaluate_part)
-        load = self.data.train if after else part
-        do = "after" if after else "evaluate"
+        load = part if way.model == "received" else self.data.train
+        do = "after" if way.model == "trained" else "evaluate"
         jobs = self._jobs(do, t, chosen, ledger, {i: len(load[i]) for i in chosen}, Direction.EVALUATE)
-        once = not after and self._one_for_all(jobs, [part[i] for i in chosen])
+        jobs = [replace(job, meta={**job.meta, "way": way}) for job in jobs]
+        once = way.model == "received" and self._one_for_all(jobs, [part[i] for i in chosen])
         if once:
             jobs = [replace(jobs[0], meta={**jobs[0].meta, "ids": jobs[0].meta["ids"][:1]})]
         sums: dict[str, dict[int, float]] = {}
-        for job, (_, data) in zip(jobs, self.executor.run(jobs)):
+        got, pool = MeasuredClients(sums), dict[int, tuple[Tensor, Tensor]]()
+        for job, (meta, data) in zip(jobs, self.executor.run(jobs)):
+            ids = job.meta["ids"]
             for name, values in data["sums"].items():
-                told = dict.fromkeys(chosen, float(values[0])) if once else dict(zip(job.meta["ids"], values.tolist()))
+                told = dict.fromkeys(chosen, float(values[0])) if once else dict(zip(ids, values.tolist()))
                 sums.setdefault(name, {}).update(told)
-        return sums
+            _add(got, ids, meta, chosen if once else None)
+            for i, y, scores in zip(meta.get("gathered", ()), *_split(data, meta)):
+                pool[i] = y, scores
+        got.pooled = self._pooled([pool[i] for i in sorted(pool)])
+        return got
+
+    def _pooled(self, parts: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+        """Metrics over the predictions of all clients together, where those define them."""
+        found: dict[str, float] = {}
+        if not parts:
+            return found
+        y, scores = (torch.cat([part[k] for part in parts]).numpy() for k in (0, 1))
+        for m in self.engine.gathered:
+            with contextlib.suppress(UndefinedMetric):
+                found[m.name] = m(y, scores)
+        return found
+
+    def _own_measured(self, chosen: Sequence[int], way: JudgedModel) -> MeasuredClients:
+        """What was measured of the models that clients had after their last training; nothing is computed."""
+        held = self.record.progress.own.get(way.suffix, {})
+
+        def of(kind: str) -> dict[str, dict[int, Any]]:
+            there = {str(i): i for i in chosen}
+            return {k: {there[i]: v for i, v in some.items() if i in there} for k, some in held.get(kind, {}).items()}
+
+        return MeasuredClients(of("sums") or {"n": {}}, of("metrics"), of("left_out"))
+
+    def _judge_own(
+        self, capacity: Capacity, t: int, ids: list[int], answer: Answer, rest: tuple[Tree, Tree, Tree]
+    ) -> Meta:
+        """Measure the models that a chunk of clients has right after this training; by the suffix of the way."""
+        found: Meta = {}
+        for way in self.ways:
+            if way.model == "own":
+                rows = {"row": answer.rows, "sent": answer.raw}
+                got = self.engine.evaluate(capacity, t, ids, rows, *rest, part=self.settings.evaluate_part, way=way)
+                sums = {name: values.tolist() for name, values in got.sums.items()}
+                found[way.suffix] = {"sums": sums, "metrics": got.metrics, "left_out": _by_text(got.left_out)}
+        return found
+
+    def _keep_own(self, ids: list[int], told: Meta) -> None:
+        """Let measures of own models replace those of an earlier training."""
+        for suffix, kinds in told.items():
+            held = self.record.progress.own.setdefault(suffix, {"sums": {}, "metrics": {}, "left_out": {}})
+            for name, why in held["left_out"].items():
+                held["left_out"][name] = {i: w for i, w in why.items() if int(i) not in ids}
+            for kind in ("sums", "metrics"):
+                for name, values in kinds[kind].items():
+                    some = held[kind].setdefault(name, {})
+                    for i, v in zip(ids, values):
+                        some.pop(str(i), None)
+                        if v == v:  # NaN: it does not define the metric
+                            some[str(i)] = v
+            for name, why in kinds["left_out"].items():
+                held["left_out"].setdefault(name, {}).update(why)
+
+    def _last_before_evaluation(self, t: int, sampled: Sequence[int]) -> set[int]:
+        """Of the clients of round t those that are not sampled again before the next evaluation."""
+        rest, every = set(sampled), self.settings.evaluate_every
+        for later in range(t + 1, min(self.rounds, -(-t // every) * every) + 1):
+            again = sample(self.data.clients, self.settings, self.engine.seed, later)
+            lost = dropped(again, self.settings, self.engine.seed, later) if self.settings.drop == "before" else set()
+            rest -= set(again) - lost
+        return rest
 
     def _one_for_all(self, jobs: list[Job], held: Sequence[np.ndarray[Any, Any]]) -> bool:
         """Whether clients have one model and one test set: nothing of their own, no names of their own for classes."""
@@ -231,9 +311,8 @@ class LocalTransport:
         capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
         args = (capacity, t, ids, data["rows"], broadcast["shared"], data["own"], broadcast["common"])
         if meta["do"] in ("evaluate", "after"):
-            after = meta["do"] == "after"
-            return {}, {"sums": self.engine.evaluate(*args, part=self.settings.evaluate_part, after=after)}
-        able, answer = self.engine.able, self.engine.update(*args)
+            return _told(self.engine.evaluate(*args, part=self.settings.evaluate_part, way=JudgedModel(*meta["way"])))
+        able, answer = self.engine.able, self.engine.update(*args, keep_raw=meta["own"])
         if not (tree.all_finite(answer.rows) and tree.all_finite(answer.sent)):
             parts = [(i, tree.take((answer.rows, answer.sent), k)) for k, i in enumerate(ids)]
             return {"bad": [i for i, part in parts if not tree.all_finite(part)]}, {}
@@ -247,6 +326,9 @@ class LocalTransport:
         sizes = wire.count(sent.parts)
         sizes |= {k: int(v[heard].sum()) for k, v in answer.coded.items()}
         facts = {"bad": [], "answered": names, "bytes": sizes, "measured": [], "cut": [], "held": False}
+        if meta["own"]:
+            rest = broadcast["shared"], data["own"], broadcast["common"]
+            facts["own"] = self._judge_own(capacity, t, ids, answer, rest)
         own = data["own"] if len(heard) == len(ids) else tree.take(data["own"], heard)
         sent = self._arrived(t, names, sent, broadcast["shared"], own)
         if self.defence.on and names:
@@ -294,3 +376,37 @@ class LocalTransport:
         who = largest(self.data, self.record.federation.capacities, client)
         level = self.record.levels[who].index(capacity)
         return measure(self.engine.method, self.engine.task, self.data, who, self.settings, level)
+
+
+def _told(got: EvaluatedChunk) -> tuple[Meta, Tree]:
+    """What a chunk measured, to travel: numbers and reasons in one part, sums and predictions in the other."""
+    meta = {"metrics": got.metrics, "left_out": _by_text(got.left_out)}
+    if not got.predictions:
+        return meta, {"sums": got.sums}
+    meta |= {"gathered": [i for i, _, _ in got.predictions], "sizes": [len(y) for _, y, _ in got.predictions]}
+    pool = {"y": torch.cat([y for _, y, _ in got.predictions]), "scores": torch.cat([p for _, _, p in got.predictions])}
+    return meta, {"sums": got.sums, "pool": pool}
+
+
+def _split(data: Tree, meta: Meta) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Labels and predictions of the clients of a chunk."""
+    if "pool" not in data:
+        return (), ()
+    return data["pool"]["y"].split(meta["sizes"]), data["pool"]["scores"].split(meta["sizes"])
+
+
+def _add(got: MeasuredClients, ids: list[int], meta: Meta, everybody: Sequence[int] | None) -> None:
+    """Add the metrics of a chunk; `everybody` has those of its first client, where all have one model and test set."""
+    for name, values in meta["metrics"].items():
+        told = dict.fromkeys(everybody, values[0]) if everybody is not None else dict(zip(ids, values))
+        got.metrics.setdefault(name, {}).update({i: v for i, v in told.items() if v == v})
+    for name, why in meta["left_out"].items():
+        some = {int(i): text for i, text in why.items()}
+        if everybody is not None:
+            some = dict.fromkeys(everybody, next(iter(some.values())))
+        got.left_out.setdefault(name, {}).update(some)
+
+
+def _by_text(left_out: dict[str, dict[int, str]]) -> dict[str, dict[str, str]]:
+    """With clients as text, as JSON has them."""
+    return {name: {str(i): why for i, why in some.items()} for name, some in left_out.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ from fedspan import tree, wire
 from fedspan.data.federated import FederatedData, Index, split
 from fedspan.errors import ConfigError, DataError, FedspanError
 from fedspan.learn.batches import Epochs
+from fedspan.learn.metrics import Metric, UndefinedMetric
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import Adapts, Capacity, ClientInfo
@@ -136,7 +138,7 @@ def onboard(
             row = tree.take(answer.rows, 0)  # what it would send is dropped here
         weights = engine.personal(capacity, t, 0, row, down, common)
     seconds = time.perf_counter() - start
-    found = _measure(engine.able.adapts, task, weights, data, data.test[0])
+    found = _measure(engine.able.adapts, task, weights, data, data.test[0], simulation.engine.gathered)
     return Onboarded(name, name_of(method), t, found, visits, received, seconds, v, weights, task, data)
 
 
@@ -155,17 +157,18 @@ def train_alone(run: Run, new: Onboarded) -> Alone:
     epochs = _visits(simulation) * max(1, simulation.settings.epochs)
     fit, _, held = split(data.train[0], 0, simulation.seed)
 
-    def measured(lr: float, train: Index, test: Index) -> dict[str, float]:
+    def measured(lr: float, train: Index, test: Index, metrics: Sequence[Metric] = ()) -> dict[str, float]:
         engine = replace(_engine(simulation, replace(data, train=[train])), epochs=epochs)
         visit, task = engine.visit(None, 1, 0, {"train": Epochs()}, {}), engine.task
-        return _measure(Adapts(), task, sgd(task.loss, task.init(), visit["train"], lr), data, test)
+        return _measure(Adapts(), task, sgd(task.loss, task.init(), visit["train"], lr), data, test, metrics)
 
     def badness(lr: float) -> tuple[float, float]:
         found = measured(lr, fit, held)
         return (-found.get("accuracy", 0.0), found["loss"]) if math.isfinite(found["loss"]) else (1.0, math.inf)
 
     lr = min(_RATES, key=badness) if len(held) else 0.1
-    return Alone(lr, epochs, measured(lr, data.train[0], data.test[0]), time.perf_counter() - start)
+    found = measured(lr, data.train[0], data.test[0], simulation.engine.gathered)
+    return Alone(lr, epochs, found, time.perf_counter() - start)
 
 
 def _state(run: Run) -> Simulation:
@@ -183,6 +186,8 @@ def _newcomer(
     if (x_test is None) != (y_test is None):
         raise DataError("Onboard: x_test and y_test must come together. Got only one of them.")
     known = simulation.data
+    if not isinstance(known.x, Tensor):
+        raise DataError("Onboard: the run must have one input per example. Got several; train it with the newcomer.")
     parts = [torch.as_tensor(a) for a in (x, y, x if x_test is None else x_test, y if y_test is None else y_test)]
     for k, what in ((0, "training"), (2, "test")):
         if parts[k].shape[1:] != known.x.shape[1:]:
@@ -191,6 +196,9 @@ def _newcomer(
         if (known.classes is not None) == parts[k + 1].is_floating_point():
             kind = "integers, one class per example" if known.classes is not None else "real numbers"
             raise DataError(f"Onboard: labels must be {kind}, as in the run. Got {parts[k + 1].dtype}.")
+        if parts[k + 1].shape[1:] != known.y.shape[1:]:
+            want, got = tuple(known.y.shape[1:]), tuple(parts[k + 1].shape[1:])
+            raise DataError(f"Onboard: labels of an example must have shape {want} as in the run. Got {got}.")
         if known.x.is_floating_point():
             parts[k] = parts[k].to(simulation.dtype)
     test = None if x_test is None else [(parts[2], parts[3])]
@@ -222,11 +230,19 @@ def _visits(s: Simulation) -> int:
     return min(MOST_VISITS, max(1, round(s.record.progress.round * s.settings.participation)))
 
 
-def _measure(adapts: Adapts, task: Task, weights: Tree, data: FederatedData, rows: Index) -> dict[str, float]:
-    """Means over some rows; empty if there are none."""
+def _measure(
+    adapts: Adapts, task: Task, weights: Tree, data: FederatedData, rows: Index, metrics: Sequence[Metric] = ()
+) -> dict[str, float]:
+    """Means over some rows, and the metrics that these define; empty if there are none."""
     if not len(rows):
         return {}
     at = torch.from_numpy(rows)
     with torch.no_grad():
-        found = task.measures(adapts.predict(task, weights, data.x[at]), data.y[at])
-    return {k: float(v.mean()) for k, v in found.items()}
+        output = adapts.predict(task, weights, data.x[at])
+        found = {k: float(v.mean()) for k, v in task.measures(output, data.y[at]).items()}
+    if metrics:
+        y, scores = (t.numpy() for t in task.scores(output, data.y[at]))
+        for m in metrics:
+            with suppress(UndefinedMetric):
+                found[m.name] = m(y, scores)
+    return found

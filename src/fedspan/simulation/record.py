@@ -15,6 +15,7 @@ import torch
 
 from fedspan import tree
 from fedspan.data.digest import data_digest
+from fedspan.errors import FedspanError
 from fedspan.method import Capacity, Federation
 from fedspan.method.fields import flat
 from fedspan.method.promises import need_tensors
@@ -24,8 +25,10 @@ from fedspan.simulation.defence import Defence, Values
 from fedspan.simulation.engine import Engine
 from fedspan.simulation.environment import Span, credit, differences_on_resume, versions
 from fedspan.simulation.settings import Settings
+from fedspan.storage import client_history
 from fedspan.storage.atomic import fsync_directory, writing
 from fedspan.storage.checkpoint import Loaded, RunDirectory
+from fedspan.storage.client_history import ClientHistory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.format_number import FORMAT, check_format
 from fedspan.tree import Tree
@@ -46,6 +49,7 @@ class Progress:
     spans: list[Span] = field(default_factory=list)  # which rounds were computed with which versions
     usual: list[Values] = field(default_factory=list)  # recent norms and weights, for the defence
     deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
+    own: dict[str, Any] = field(default_factory=dict)  # measures of the models clients had after their last training
 
     @property
     def totals(self) -> dict[str, int]:
@@ -91,6 +95,7 @@ class Record:
         self.messages: list[str] = []
         self._versions = versions()
         self.lines: list[dict[str, Any]] = []
+        self.history = ClientHistory(federation.clients) if engine.judging.asked else None
         self.directory: RunDirectory | None = None
         loaded = None
         if out is not None:
@@ -137,6 +142,7 @@ class Record:
                 with writing(out / "metrics.jsonl"):
                     (out / "metrics.jsonl").write_text("", encoding="utf-8")
                     (out / "result.json").unlink(missing_ok=True)
+                    (out / client_history.NAME).unlink(missing_ok=True)
                     fsync_directory(out)
         else:
             for c, rows in zip(self.stores, loaded.rows):
@@ -146,6 +152,7 @@ class Record:
             e = {**loaded.extra, "bytes": Ledger.from_json(loaded.extra["bytes"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)
+            self._load_history()
             self._compare_versions()
 
     @property
@@ -168,7 +175,11 @@ class Record:
         length = self._append_metrics(sync=due)
         if not due:
             return
+        if self.history is not None:
+            self.history.save(self.out)
         p = {**vars(self.progress), "bytes": self.progress.bytes.to_json()}
+        if not p["own"]:
+            del p["own"]
         done = p.pop("round")
         state = {"server": self.server, "common": self.common, **({"news": self.news} if self.news else {})}
         self.directory.save(done, state, list(self.stores.values()), p, length)
@@ -187,6 +198,15 @@ class Record:
             length = f.tell()
         self._written = len(self.lines)
         return length
+
+    def _load_history(self) -> None:
+        """Find the values of single clients again; without them the run goes on, and says so."""
+        if self.history is None or self.out is None:
+            return
+        try:
+            self.history.load(self.out, self.progress.round)
+        except FedspanError as e:
+            self.messages.append(str(e))
 
     def _compare_versions(self) -> None:
         """Say it if the rounds to come are computed with other versions than the last ones."""

@@ -41,6 +41,7 @@ class Result:
     groups: list[int] | None = None
     labels: list[list[int]] | None = None  # training examples per client and class, as the client names the classes
     capacities: list[str] | None = None  # of every client, if they differ
+    evaluation: dict[str, Any] = field(default_factory=dict)  # metrics and protocols, where some were asked for
     simulation: Simulation | None = None
 
     def personal_model(self, client: int) -> nn.Module:
@@ -52,7 +53,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """What `result.json` holds."""
-        left_out = {"curve", "simulation"}
+        left_out = {"curve", "simulation"} | (set() if self.evaluation else {"evaluation"})
         return {"format": FORMAT} | {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def write(self, directory: Path) -> None:
@@ -60,7 +61,10 @@ class Result:
         write_atomic(directory / "result.json", json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
-        if not self.accuracy:
+        if self.evaluation:
+            names = [k for k in self.evaluation["metrics"] if k in self.measures]
+            shown = ", ".join(f"{k} {self.measures[k]['mean']:.4f}" for k in names)
+        elif not self.accuracy:
             shown = ", ".join(f"{k} {v['mean']:.4f}" for k, v in self.measures.items())
         else:
             a = self.accuracy

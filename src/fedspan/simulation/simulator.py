@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,10 +17,13 @@ import torch
 from torch import nn
 
 from fedspan import tree, wire
+from fedspan.data.client_objects import federate
 from fedspan.data.describe import label_counts
-from fedspan.data.federated import FederatedData
-from fedspan.errors import ConfigError
+from fedspan.data.federated import FederatedData, shape_of
+from fedspan.errors import ConfigError, DataError
 from fedspan.learn.class_features import class_matrix
+from fedspan.learn.losses import IGNORED, kind_of_labels
+from fedspan.learn.metrics import check_metrics
 from fedspan.learn.task import Task
 from fedspan.method import Federation, Method
 from fedspan.method.fields import build, flat
@@ -31,6 +34,7 @@ from fedspan.simulation.devices import Devices
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
 from fedspan.simulation.engine import Engine, choose_mapping, mapping_fault
 from fedspan.simulation.local_transport import LocalTransport
+from fedspan.simulation.protocols import EvaluationSettings, evaluation_settings
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
 from fedspan.simulation.settings import Settings
@@ -47,6 +51,7 @@ class Simulation(RoundDriver):
         config: the configuration to keep with the results.
         read_only: only look at a run that is there; nothing is locked or written.
         devices: what clients would compute with; rounds are then timed as if on them (`clock` in the history).
+        evaluate: metrics, and which models are judged, as `EvaluationSettings` or its fields.
         defence: how uploads are judged; not at all if not given.
     """
 
@@ -64,6 +69,7 @@ class Simulation(RoundDriver):
         config: dict[str, Any] | None = None,
         read_only: bool = False,
         devices: Devices | None = None,
+        evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
         defence: Defence | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
@@ -73,19 +79,24 @@ class Simulation(RoundDriver):
         self.task, self.dtype = task, s.torch_dtype
         self.data = data.to(self.dtype)
         check(method, task, self.data, s)
+        judging = evaluation_settings(evaluate)
+        check_metrics(judging.found(), task.kind, self.data.classes)
         size = None if s.batch_size == "full" else s.batch_size
         steps = s.epochs * (1.0 if size is None else math.ceil(float(np.mean(self.data.sizes)) / size))
         self.mapping, fallback = _mapping(task, self.data, s.mapping, steps)
         # Logits of a row are as many as tokens times the vocabulary: no more rows at once than in training.
         held_out = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
-        engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **held_out)
+        engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **held_out, judging=judging)
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
         record = Record(
             engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence
         )
-        super().__init__(engine, record, LocalTransport(engine, record, devices), rounds=rounds, config=config)
+        rest: dict[str, Any] = {"rounds": rounds, "config": config}
+        super().__init__(engine, record, LocalTransport(engine, record, devices, rounds=rounds), **rest)
+        if not read_only and out is not None and data.preprocessing is not None:
+            data.preprocessing.write(out)  # so that later rows can be prepared as these were
         if not read_only:
             self.messages.extend([*fallback, *warnings.before_run(method, self.data, rounds)])
         if record.resumed:
@@ -122,7 +133,7 @@ class Simulation(RoundDriver):
     def _labels(self) -> list[list[int]] | None:
         """Who holds how many of which class, unless there are none, or too many to be looked at."""
         classes = self.data.classes
-        if classes is None or self.task.kind == "language" or self.data.clients * classes > LABEL_CELLS:
+        if classes is None or self.task.kind != "classification" or self.data.clients * classes > LABEL_CELLS:
             return None
         counts: list[list[int]] = label_counts(self.data).tolist()
         return counts
@@ -131,13 +142,14 @@ class Simulation(RoundDriver):
 def simulate(
     method: Method,
     model: nn.Module | Task | Callable[[], nn.Module],
-    clients: FederatedData | Sequence[tuple[Any, Any]],
+    clients: FederatedData | Sequence[Any] | Mapping[str, Any],
     *,
     rounds: int,
     seed: int = 0,
     out: str | Path | None = None,
     fresh: bool = False,
     on_round: OnRound | None = None,
+    evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
     defence: Defence | None = None,
     **settings: Any,
 ) -> Result:
@@ -145,21 +157,24 @@ def simulate(
 
     Args:
         model: a module (its weights are the common start), a function that builds one (seeded by `seed`), or a `Task`.
-        clients: `FederatedData`, or one (x, y) pair per client, split 75/25 inside each client.
+        clients: `FederatedData`, or what `federate` takes: one (x, y) pair, data set or frame per client, split 75/25
+            inside each client.
         out: a run directory; a run found there is resumed, unless `fresh`.
+        evaluate: what is measured beside loss and accuracy, e.g. `{"metrics": ["roc_auc", my_metric]}`; see
+            `EvaluationSettings`.
         defence: how uploads are judged, e.g. `Defence(rule="clip")`; not at all if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
-    data = clients if isinstance(clients, FederatedData) else FederatedData.from_arrays(clients, seed=seed)
+    data = clients if isinstance(clients, FederatedData) else federate(clients, seed=seed)
     chosen = build(Settings, settings, "simulate")
     if not isinstance(model, Task):
         dtype = chosen.torch_dtype
-        kind = "regression" if data.classes is None else "classification"
-        model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)  # type: ignore[arg-type]
+        kind = kind_of_labels(data.y, getattr(data, "task", None))
+        model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)
     path = None if out is None else Path(out)
-    sim = Simulation(
-        method, model, data, rounds=rounds, seed=seed, settings=chosen, out=path, fresh=fresh, defence=defence
-    )
+    more: dict[str, Any] = {"settings": chosen, "out": path, "fresh": fresh, "evaluate": evaluate}
+    more["defence"] = defence
+    sim = Simulation(method, model, data, rounds=rounds, seed=seed, **more)
     return sim.run(on_round)
 
 
@@ -196,7 +211,7 @@ def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[
         return mapping, []
     rows = _two_rows(data)
     for member in task.kinds.values() or [task]:
-        fault = mapping_fault(member, data.x[rows], data.y[rows])
+        fault = mapping_fault(member, tree.take(data.x, rows), data.y[rows])
         if fault is None:
             continue
         if mode == "vmap":
@@ -210,28 +225,67 @@ def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[
 def _try(task: Task, data: FederatedData) -> None:
     """Refuse a model that does not take the data or does not give what they need."""
     rows = _two_rows(data)
-    x = data.x[rows]
+    x = tree.take(data.x, rows)
     try:
         output = task.predict(task.init(), x)
     except ConfigError:
         raise  # it says already what is wrong
     except (RuntimeError, ValueError, IndexError, TypeError) as e:
-        raise ConfigError(f"Task: the model does not take examples of shape {tuple(x.shape[1:])}: {e}") from None
+        raise ConfigError(f"Task: the model does not take examples of shape {shape_of(data.x)}: {e}") from None
     wide = output.shape[1] if output.ndim == 2 else 0
     if task.kind == "classification":
         if data.classes is None or data.y.is_floating_point():
             raise ConfigError(f"Data: class labels must be integers. Got {data.y.dtype}; or use a regression task.")
         if wide < data.classes:
             raise ConfigError(f"Task: the model must have at least {data.classes} outputs, one per class. Got {wide}.")
-    if task.kind == "language" and (output.ndim != 3 or data.y.shape != data.x.shape or data.y.is_floating_point()):
+    tokens = tree.leaves(data.x)[0]
+    if task.kind == "language" and (output.ndim != 3 or data.y.shape != tokens.shape or data.y.is_floating_point()):
         raise ConfigError(
             f"Task: a language model must turn rows of tokens into rows of logits, with labels of the rows' shape"
-            f" {tuple(data.x.shape[1:])}. Got outputs of shape {tuple(output.shape[1:])} and labels of"
+            f" {shape_of(data.x)}. Got outputs of shape {tuple(output.shape[1:])} and labels of"
             f" {tuple(data.y.shape[1:])}."
         )
-    if task.kind == "regression" and output[0].numel() != data.y[0].numel():
+    if task.kind in ("regression", "multi-label") and output[0].numel() != data.y[0].numel():
         raise ConfigError(f"Task: the model must have {data.y[0].numel()} output(s). Got {output[0].numel()}.")
+    if task.kind == "survival" and output[0].numel() != 1:
+        raise ConfigError(f"Task: a survival model must have 1 output, the risk. Got {output[0].numel()}.")
+    _check_labels(task, data)
     task.example_loss(output, data.y[rows])  # a batch of two tells a value per example from one of the batch
+
+
+def _check_labels(task: Task, data: FederatedData) -> None:
+    """Refuse labels that are not what the kind of task takes, naming a client that has them.
+
+    Raises:
+        DataError: otherwise.
+    """
+    y, flat = data.y, data.y.reshape(len(data.y), -1)
+    if task.kind == "multi-label":
+        wrong, want = ((flat != 0) & (flat != 1)).any(1), "0 or 1 for every label"
+    elif task.kind == "survival":
+        if y.ndim != 2 or y.shape[1] != 2 or not y.is_floating_point():
+            raise DataError(
+                "Data: a survival task needs a time and an event (1, or 0 if censored) per example, real numbers of"
+                f" shape [examples, 2]. Got {y.dtype} of shape {tuple(y.shape)}."
+            )
+        wrong = ~((y[:, 0] >= 0) & ((y[:, 1] == 0) | (y[:, 1] == 1)))
+        want = "a time of at least 0 and an event of 0 or 1"
+    elif task.kind == "tagging" and not y.is_floating_point():
+        most = IGNORED if data.classes is None else data.classes - 1
+        held = flat != task.ignored
+        wrong = (held & ((flat < 0) | (flat > most))).any(1) if data.classes is not None else (held & (flat < 0)).any(1)
+        want = f"classes 0..{most}, or {task.ignored} where nothing is to be found" if data.classes else "classes >= 0"
+    else:
+        return
+    rows = wrong.nonzero().reshape(-1).numpy()
+    for i, own in enumerate(zip(data.train, data.test, data.validation)):
+        bad = np.intersect1d(np.concatenate(own), rows)
+        if len(bad):
+            got = flat[int(bad[0])].tolist()
+            raise DataError(
+                f"Data: labels of a {task.kind} task must be {want}. Got {str(got)[:60]} in pool row {bad[0]} of client"
+                f" {data.names[i]}."
+            )
 
 
 def _two_rows(data: FederatedData) -> torch.Tensor:

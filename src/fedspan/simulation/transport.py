@@ -18,11 +18,25 @@ from fedspan.data.federated import Index
 from fedspan.learn.aggregate import Mean, sums_by_part
 from fedspan.method import Abilities, Capacity, Sent
 from fedspan.simulation.engine import Engine
+from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
 Sums: TypeAlias = Mapping[str, Mapping[int, float]]
 """Of every measure each client's sum over its held-out examples; `n` is their number."""
+
+
+@dataclass
+class MeasuredClients:
+    """What clients measured of their models."""
+
+    sums: Sums
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Metrics of gathered predictions, of the clients that have them."""
+    left_out: dict[str, dict[int, str]] = field(default_factory=dict)
+    """By metric the clients that do not define it, and why."""
+    pooled: dict[str, float] = field(default_factory=dict)
+    """Metrics over the predictions of all clients together; empty where predictions stay on the clients."""
 
 
 @dataclass
@@ -91,8 +105,8 @@ class Transport(Protocol):
         """Tell every client, sampled or not; the server's record has heard it."""
         ...
 
-    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, after: bool = False) -> Sums:
-        """Let clients measure the models they use, or (`after`) those they have after a local round of their own."""
+    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, way: JudgedModel = RECEIVED) -> MeasuredClients:
+        """Let clients measure one of their models."""
         ...
 
     def close(self) -> None:

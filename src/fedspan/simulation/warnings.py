@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedspan import tree
 from fedspan.data.federated import FederatedData
 from fedspan.learn.batches import Batches, Epochs, draw
 from fedspan.learn.sgd import sgd
@@ -59,7 +60,7 @@ def scales_apart(data: FederatedData) -> str | None:
 
     Columns that hardly ever leave one value (constants, rare categories, borders of flattened pictures) do not count.
     """
-    if data.x.ndim != 2 or not data.x.is_floating_point():
+    if not isinstance(data.x, torch.Tensor) or data.x.ndim != 2 or not data.x.is_floating_point():
         return None
     rows = np.concatenate(data.train)
     x = data.x[torch.from_numpy(rows[:: max(1, len(rows) // _ROWS)])].double()
@@ -72,10 +73,12 @@ def scales_apart(data: FederatedData) -> str | None:
     ratio = float(deviation[most] / deviation[least])
     if ratio < SCALES_APART:
         return None
-    held = ", ".join(f"feature {k}: {float(deviation[k]):.3g}" for k in (most, least))
+    names = None if data.preprocessing is None else data.preprocessing.names
+    called = {k: f"feature {k}" if names is None else f"'{names[k]}'" for k in (most, least)}
+    held = ", ".join(f"{called[k]}: {float(deviation[k]):.3g}" for k in (most, least))
     return (
         f"Data: deviations of features differ by a factor of {ratio:,.0f} ({held}), so that few of them decide every"
-        " step; standardise them."
+        f" step; standardise them{'' if names is None else ' (data.standardise)'}."
     )
 
 
@@ -181,7 +184,9 @@ def _loss_after(task: Task, data: FederatedData, client: int, lr: float, batch_s
     params = sgd(task.loss, task.init(), Batches(data.x, data.y, rows, key(0, "trial"), names), lr)
     own = torch.from_numpy(data.train[client][:_ROWS])
     with torch.no_grad():
-        return float(task.example_loss(task.predict(params, data.x[own]), data.labels(client)[:_ROWS]).mean())
+        return float(
+            task.example_loss(task.predict(params, tree.take(data.x, own)), data.labels(client)[:_ROWS]).mean()
+        )
 
 
 def loss_scale(task: Task, data: FederatedData) -> float:
@@ -190,4 +195,6 @@ def loss_scale(task: Task, data: FederatedData) -> float:
         return 1e8  # what a loss of somebody's own may reach is not known: only the absurd is told
     if task.kind == "regression":
         return max(1e-12, float(data.y.double().square().mean()))
+    if task.kind == "survival":  # nobody is told apart: every event among all that are at risk
+        return math.log(max(2, int(data.sizes.max())))
     return math.log(max(2, data.classes or 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,18 +45,22 @@ class Reached:
         return None if self.up is None or self.down is None else self.up + self.down
 
 
-def reached(runs: Sequence[Run], targets: Sequence[float]) -> tuple[Measure, list[Reached]]:
+def reached(runs: Sequence[Run], targets: Sequence[float], named: str | None = None) -> tuple[Measure, list[Reached]]:
     """For every target and group of equal settings, what it took; quickest in bytes first, those that never did last.
 
     A target is met when the mean over clients first is as good, at the rounds that were evaluated.
 
+    Args:
+        named: the measure; by default the first that the runs were asked for.
+
     Raises:
-        ConfigError: for an accuracy outside (0, 1], or a target that is no positive number.
+        ConfigError: for an accuracy outside (0, 1], or a target that is no number, or no error.
     """
-    measure = measure_of(runs)
+    measure = measure_of(runs, named)
     for target in targets:
-        if not target > 0 or (measure.percent and target > 1):
-            allowed = "a fraction in (0, 1]" if measure.percent else "a number > 0"
+        low = 0.0 if measure.percent or not measure.higher else -math.inf
+        if not low < target < math.inf or (measure.percent and target > 1):
+            allowed = "a fraction in (0, 1]" if measure.percent else "a number" + (" > 0" if low == 0.0 else "")
             raise ConfigError(f"targets: a target of {measure.name} must be {allowed}. Got {target}.")
     rows = []
     for target in targets:
@@ -85,9 +90,10 @@ def to_csv(measure: Measure, rows: Sequence[Reached]) -> str:
     return out.getvalue()
 
 
-def figure(runs: Sequence[Run], targets: Sequence[float]) -> Figure:
+def figure(runs: Sequence[Run], targets: Sequence[float], named: str | None = None) -> Figure:
     """The measure over the bytes sent, with a line at every target."""
-    measure, drawn = measure_of(runs), curves_figure(runs, "bytes")
+    measure = measure_of(runs, named)
+    drawn = curves_figure(runs, "bytes", measure)
     axes = drawn.axes[0]
     for target in targets:
         y = 100 * target if measure.percent else target

@@ -98,7 +98,7 @@ def assemble(
         domain, domain_names = _superclass_domains(coarse, coarse_names)
     rows = np.arange(len(y), dtype=np.int64)
     if limit is not None and limit < len(y):
-        rows = _balanced(y, n_train, limit, seed)
+        rows = balanced(y, n_train, limit, seed)
     mean, std = _constants(name, x, known)
     return Source(
         name=name,
@@ -147,7 +147,7 @@ def _superclass_domains(coarse: Index, names: list[str]) -> tuple[Index, list[st
     return domain, list(DOMAINS)
 
 
-def _balanced(y: Array, n_train: int, limit: int, seed: int) -> Index:
+def balanced(y: Array, n_train: int, limit: int, seed: int) -> Index:
     """A keyed subset: train and test file in proportion, and inside each as equal over the classes as they allow."""
     kept: list[Index] = []
     n_test = round(limit * (len(y) - n_train) / len(y))

@@ -108,8 +108,9 @@ SOURCES: dict[str, str] = {
     "tiny-imagenet": "110,000 colour pictures of 64x64 pixels, 200 classes (the published folders, or parquet)",
     "femnist": "814,000 handwritten characters of 28x28 pixels by 3,600 writers, 62 classes (parquet or LEAF's JSON)",
     "OWNER/NAME": "a data set of the Hugging Face hub, read through its `datasets` library",
+    "PATH.csv": "a table (also .csv.gz, .tsv, .parquet) whose columns the keys client, target, split, ... name",
     "PATH.parquet": "a table with an image column, or with numeric columns, and a label column",
     "PATH.npz": "arrays x, y and optionally x_test, y_test, client, domain",
     "PATH.json": "instruction records (instruction, input, output), also .jsonl; for model 'causal-lm'",
-    "FOLDER": "one .npz per client (x, y, optionally x_test, y_test), or train/test parquet, IDX or LEAF's JSON files",
+    "FOLDER": "one .npz, .csv or .parquet per client, or train/test parquet, IDX or LEAF's JSON files",
 }

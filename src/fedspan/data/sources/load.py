@@ -150,6 +150,27 @@ def _folder(
     return leaf.leaf_parts(folder, limit, shape) if wanted else None
 
 
+def find_source(source: str, root: str | Path | None, what: str) -> Path:
+    """The file or folder that a source names, as it is or under `root` or $FEDSPAN_DATA.
+
+    Raises:
+        DataError: if there is none, naming the places looked at.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    base = root if root is not None else os.environ.get("FEDSPAN_DATA")
+    if base and not path.is_absolute():
+        under = inside(Path(base).expanduser(), source, "data.source")
+        if under.exists():
+            return under
+    looked = f"{path} and {Path(base).expanduser() / source}" if base and not path.is_absolute() else str(path)
+    raise DataError(
+        f"Data: {what} '{source}' was not found. Looked at: {looked}. Write its path, or set data.root or"
+        " $FEDSPAN_DATA to the folder that holds it."
+    )
+
+
 def _own(
     source: str, root: str | Path | None, columns: Mapping[str, str], limit: int
 ) -> tuple[FilePart, FilePart | None]:
@@ -158,6 +179,10 @@ def _own(
     path = Path(source).expanduser()
     if not path.exists() and root is not None and not path.is_absolute():
         path = inside(Path(root).expanduser(), source, "data.source")
+    if source.lower().endswith((".csv", ".csv.gz", ".tsv", ".tsv.gz")):
+        raise ConfigError(
+            f"Data: a table needs its target, the column to be predicted. Got {source!r:.80}; set data.target."
+        )
     if path.is_dir():
         train, test = files.folder_parts(path, limit)
         if train:

@@ -20,8 +20,11 @@ from fedspan.data.formats.part import FilePart, as_images
 from fedspan.data.sources.assemble import assemble
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.data.sources.load import MAX_BYTES
+from fedspan.data.tables.arrow_files import read_table
+from fedspan.data.tables.table_columns import columns_of
 from fedspan.deploy.experiment import DataKind, Experiment, read_config, read_experiment
-from fedspan.deploy.node.service import owners_code
+from fedspan.deploy.node.own_table import WHO, OwnTable, kept_agreement
+from fedspan.deploy.node.service import owners_code, read_settings
 from fedspan.errors import ConfigError, DataError
 from fedspan.learn.task import Task
 from fedspan.method import Abilities
@@ -40,11 +43,13 @@ class Predictions:
         labels: the class of each, or its value where there are no classes.
         probabilities: of every class for each, [N, classes]; none where there are no classes.
         right: the share of labels that are those of the file, where it has some.
+        classes: what the classes are called, where they have names.
     """
 
     labels: NDArray[Any]
     probabilities: NDArray[Any] | None
     right: float | None
+    classes: tuple[str, ...] = ()
 
 
 def predict_file(folder: Path, path: Path) -> Predictions:
@@ -98,7 +103,7 @@ def _read_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
 
 
 READERS: dict[str, Callable[[Path], tuple[NDArray[Any], NDArray[Any] | None]]] = {".npz": _read_npz}
-"""By the end of a file's name: what reads its examples, and labels if there are any. Tables would be added here."""
+"""By the end of a file's name: what reads its examples, and labels if there are any."""
 
 
 def write_predictions(path: Path, found: Predictions) -> None:
@@ -135,9 +140,43 @@ def _write_csv(writer: Any, found: Predictions) -> None:
         writer.writerow(["example", *(f"value_{k}" for k in range(values.shape[1]))])
         writer.writerows([i, *row] for i, row in enumerate(values.tolist()))
         return
-    writer.writerow(["example", "label", *(f"p_{k}" for k in range(found.probabilities.shape[1]))])
+    writer.writerow(["example", "label", *(f"p_{k}" for k in found.classes or range(found.probabilities.shape[1]))])
     rows = zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
     writer.writerows([i, label, *(f"{p:.6g}" for p in chances)] for i, (label, chances) in enumerate(rows))
+
+
+def predict_table(folder: Path, path: Path) -> Predictions:
+    """The class of every row of a CSV or parquet file with the probability of each, or its values.
+
+    Rows need no target; where they have one, `right` is the share that is predicted as it says.
+
+    Raises:
+        DataError: naming column and row, if the table is not like the one the model was trained on.
+    """
+    experiment, config, weights, about = _load(folder)
+    if not config.data.is_table:
+        raise ConfigError(
+            f"deploy: the node's model was trained on arrays, so its data must be .npz. Got {path.name!r}."
+        )
+    kept = kept_agreement(folder / "state", experiment.text)
+    where = read_settings(folder)
+    with owners_code(folder):
+        own = OwnTable(Path(where["data"]), config, kept.client).federation(kept.preprocessing).preprocessing
+    assert own is not None
+    columns = columns_of(read_table(path, MAX_BYTES), path.name)
+    x = torch.from_numpy(own.apply(columns, lambda row: f"{path.name}, row {row}", WHO))
+    able, task = Abilities(experiment.method), _task(experiment, about)
+    x = x.float().to(next(iter(tree.leaves(weights))).dtype)
+    with torch.no_grad():
+        output = torch.cat([able.adapts.predict(task, weights, x[k : k + 512]) for k in range(0, len(x), 512)])
+    target, names = own.encoding.target, own.encoding.class_names
+    if names is None:
+        return Predictions(output.numpy(), None, None)
+    labels = np.array([names[k] for k in output.argmax(1).tolist()])
+    chances = torch.softmax(output.double(), 1).numpy()
+    known = columns[target[0]].words() if target[0] in columns else None
+    right = None if known is None else float(np.mean([a == b for a, b in zip(labels.tolist(), known)]))
+    return Predictions(labels, chances, right, tuple(names))
 
 
 def export_model(folder: Path, file: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ class Node:
     @property
     def kind(self) -> DataKind:
         """What its examples look like."""
-        dtype = str(self.data.x.dtype).removeprefix("torch.") if not self.data.x.is_floating_point() else "float32"
-        return DataKind(tuple(self.data.x.shape[1:]), self.data.classes, dtype)
+        return DataKind.of(self.data)
 
     def handle(self, asked: Facts, payload: bytes) -> tuple[Facts, bytes]:
         """Answer one request of the server: `hello`, `train` or `evaluate`."""
@@ -94,13 +94,18 @@ class Node:
                 personal.save(held)
             part = str(asked.get("part", "test"))
             rows = tree.stack([held.row])
-            sums = engine.evaluate(capacity, t, [number], rows, down, {}, held.common, part)
+            got = engine.evaluate(capacity, t, [number], rows, down, {}, held.common, part)
             weights = engine.personal(capacity, t, number, held.row, down, held.common)
             about = {"round": t, "client": number, "kind": asdict(self.kind), "text": self.experiment.text}
             about |= {"level": _level(asked)}
             words = {"about": json.dumps(about)}
             save_tree(personal.path / "personal.safetensors", tree.contiguous(weights), words)
-        return {"status": "done", "sums": {k: float(v[0]) for k, v in sums.items()}, "heard": held.heard}, b""
+        facts = {"status": "done", "sums": {k: float(v[0]) for k, v in got.sums.items()}, "heard": held.heard}
+        if got.metrics:  # of this node's own predictions, which stay here
+            values = {name: own[0] if math.isfinite(own[0]) else None for name, own in got.metrics.items()}
+            why = {name: next(iter(some.values())) for name, some in got.left_out.items()}
+            facts |= {"metrics": values, "left_out": why}
+        return facts, b""
 
     # ------------------------------------------------------------------------------------------------ parts
 

@@ -17,6 +17,7 @@ from fedspan.data.federated import FederatedData
 from fedspan.deploy.envelope import Facts
 from fedspan.deploy.experiment import kind_of, read_config, read_experiment, seat
 from fedspan.deploy.node.node import Node
+from fedspan.deploy.node.own_table import ASKED, OwnTable, keep_agreement, kept_agreement
 from fedspan.deploy.node.owner_policy import CODE_REMEDY, named_by, read_policy
 from fedspan.errors import ConfigError
 from fedspan.method.named_code import named_function, only_allowing
@@ -31,7 +32,7 @@ WARNINGS = "warnings.txt"
 class Service:
     """A node's folder: `node.json` says where its examples are, `state/` holds what it has learnt.
 
-    `node.json` holds one of `data` (an .npz file with x, y and perhaps x_test, y_test), `loader`
+    `node.json` holds one of `data` (an .npz file with x, y and perhaps x_test, y_test, or a table), `loader`
     ("package.module:function", called with the configuration, which returns the same arrays) or `partition` (a number:
     that client of the experiment's own partition, for trying things out), and perhaps `root`, where sources lie, and
     `allow_code`: packages whose code may be named besides those of `node.toml`. What the server's text may ask for is
@@ -49,6 +50,12 @@ class Service:
             Refused: if the owner's policy does not allow the run, or the message is too large.
         """
         read_policy(self.folder).check_size(len(payload))
+        if facts.get("do") in ASKED:
+            return self._agree(experiment, facts), b""
+        if facts.get("do") == "hello" and "preprocessing" in facts:
+            self._allow(experiment)
+            keep_agreement(self.folder / "state", experiment, facts)
+            self._node = None
         node = self.node(experiment)
         if facts.get("do") == "hello":
             self._warn(node)
@@ -63,11 +70,21 @@ class Service:
         else:
             path.unlink(missing_ok=True)
 
-    def node(self, experiment: str) -> Node:
-        """The node of an experiment; the last one is kept.
+    def _agree(self, experiment: str, facts: Facts) -> Facts:
+        """What the server asks of this node's table before the first round."""
+        where = self._allow(experiment)
+        with owners_code(self.folder):
+            config = read_config(experiment)
+        if not config.data.is_table or "data" not in where:
+            raise ConfigError("Node: a run on tables needs a node with --data, a .csv or .parquet file of its own.")
+        own = OwnTable(Path(where["data"]), config, int(facts["client"]))
+        return {"do": facts["do"], "round": facts["round"], "answer": own.answer(facts)}
+
+    def _allow(self, experiment: str) -> dict[str, Any]:
+        """The node's settings, if the owner's policy allows the run; it is asked every time, as it may have changed.
 
         Raises:
-            Refused: if the owner's policy does not allow the run; it is asked every time, as it may have changed.
+            Refused: if it does not.
         """
         policy, where, named = read_policy(self.folder), read_settings(self.folder), named_by(experiment)
         policy.check_run(named)
@@ -75,14 +92,23 @@ class Service:
             policy.check_source(named.source)
         if "loader" in where:
             policy.check_loader(str(where["loader"]))
+        return where
+
+    def node(self, experiment: str) -> Node:
+        """The node of an experiment; the last one is kept.
+
+        Raises:
+            Refused: if the owner's policy does not allow the run.
+        """
+        self._allow(experiment)
         if self._node is None or self._node[0] != experiment:
             with owners_code(self.folder):
-                data, place = self._data(read_config(experiment))
+                data, place = self._data(read_config(experiment), experiment)
                 made = Node(read_experiment(experiment, data), data, place, self.folder / "state")
             self._node = experiment, made
         return self._node[1]
 
-    def _data(self, config: RunConfig) -> tuple[FederatedData, int]:
+    def _data(self, config: RunConfig, experiment: str) -> tuple[FederatedData, int]:
         where = read_settings(self.folder)
         if where.get("root"):
             config = replace(config, data=replace(config.data, root=where["root"]))
@@ -91,6 +117,9 @@ class Service:
             if not 0 <= where["partition"] < data.clients:
                 raise ConfigError(f"Node: partition must lie in 0..{data.clients - 1}. Got {where['partition']}.")
             return data, int(where["partition"])
+        if "data" in where and config.data.is_table:
+            kept = kept_agreement(self.folder / "state", experiment)
+            return OwnTable(Path(where["data"]), config, kept.client).federation(kept.preprocessing), 0
         if "data" in where:
             kind = kind_of(config)
             classes = config.data.classes if kind is None else kind.classes
@@ -98,10 +127,15 @@ class Service:
             end = len(source.x) - len(source.test_rows)
             parts: Sequence[Any] = [source.x[:end], source.y[:end]]
             parts = [*parts, source.x[end:], source.y[end:]] if len(source.test_rows) else parts
-            return _one(config, parts, classes), 0
+            return _transformed(config, _one(config, parts, classes)), 0
         if "loader" in where:
-            return _one(config, named_function(str(where["loader"]), "Node: loader")(config), config.data.classes), 0
+            made = _one(config, named_function(str(where["loader"]), "Node: loader")(config), config.data.classes)
+            return _transformed(config, made), 0
         raise ConfigError(f"Node: {self.folder / SETTINGS} must hold data, loader or partition.")
+
+
+def _transformed(config: RunConfig, data: FederatedData) -> FederatedData:
+    return replace(data, transforms=config.data.transformation(load=True))
 
 
 def _one(config: RunConfig, parts: Sequence[Any], classes: int | None) -> FederatedData:

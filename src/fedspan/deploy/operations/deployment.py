@@ -31,7 +31,8 @@ class Order:
     """A run as it was ordered."""
 
     experiment: str
-    kind: DataKind
+    kind: DataKind | None
+    """What examples look like; None where the nodes agree on it first."""
     policy: Policy
     out: Path
     fresh: bool
@@ -137,7 +138,13 @@ class Deployment:
     # ------------------------------------------------------------------------------------------------ runs
 
     def submit(
-        self, config: RunConfig, kind: DataKind, policy: Policy, *, fresh: bool = False, groups: list[int] | None = None
+        self,
+        config: RunConfig,
+        kind: DataKind | None,
+        policy: Policy,
+        *,
+        fresh: bool = False,
+        groups: list[int] | None = None,
     ) -> int:
         """Order a run, and hand it to Flower; the number Flower gives it. A run found in its directory goes on."""
         from flwr.cli.build import build_fab_from_files
@@ -149,7 +156,13 @@ class Deployment:
         config = replace(config, data=replace(config.data, root=None))
         out, text = self.out(config.name), to_toml(config)
         out.mkdir(parents=True, exist_ok=True)
-        order = {"experiment": text, "kind": asdict(kind), "policy": asdict(policy), "fresh": fresh, "groups": groups}
+        order: dict[str, Any] = {
+            "experiment": text,
+            "kind": None if kind is None else asdict(kind),
+            "policy": asdict(policy),
+            "fresh": fresh,
+            "groups": groups,
+        }
         order["allow_code"] = sorted(allowance().packages)
         (out / "started").unlink(missing_ok=True)
         self._write(f"runs/{out.name}/order.json", order)
@@ -172,7 +185,7 @@ class Deployment:
         """A run as it was ordered."""
         out = self.out(name)
         values = json.loads((out / "order.json").read_text(encoding="utf-8"))
-        kind = DataKind(tuple(values["kind"]["shape"]), values["kind"]["classes"], values["kind"]["dtype"])
+        kind = None if values["kind"] is None else DataKind(**values["kind"])
         policy, code = Policy(**values["policy"]), tuple(values.get("allow_code", ()))
         return Order(values["experiment"], kind, policy, out, values["fresh"], values["groups"], code)
 

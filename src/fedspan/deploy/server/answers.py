@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from annotated_types import Ge, Le, MaxLen
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedspan.deploy.envelope import Facts, printable
 from fedspan.errors import Refused
+from fedspan.learn.metrics import Metric
 
 MOST = 2**53
 """The largest count: beyond it a float no longer holds every integer."""
@@ -40,6 +41,8 @@ class HelloAnswer(CheckedFacts):
     shape: Annotated[list[Count], MaxLen(16)]
     classes: Count | None
     dtype: Word
+    label: Annotated[list[Count], MaxLen(16)] = []
+    """Shape of one example's labels; empty for a class or a target."""
 
 
 class TrainAnswer(CheckedFacts):
@@ -61,6 +64,10 @@ class EvaluateAnswer(CheckedFacts):
     status: Literal["done"]
     heard: Count
     sums: Annotated[dict[Word, float], MaxLen(64)]
+    metrics: Annotated[dict[Word, float | None], MaxLen(64)] = {}
+    """Metrics of its own predictions, by the experiment's names; None where its examples do not define one."""
+    left_out: Annotated[dict[Word, Word], MaxLen(64)] = {}
+    """Why."""
 
 
 class StaleAnswer(CheckedFacts):
@@ -140,3 +147,20 @@ def check_sums(answer: EvaluateAnswer, *, who: str, held_out: int, measures: fro
         if not least <= value <= MOST_MEASURE * held_out:
             raise Refused(f"{who}: {name} must lie in {least:g}..{MOST_MEASURE * held_out:g}. Got {value:g}.")
     return {**sums, "n": float(held_out)}
+
+
+def check_metric_values(answer: EvaluateAnswer, *, who: str, metrics: Sequence[Metric]) -> None:
+    """Refuse metrics that the experiment does not ask for, or that cannot have such a value.
+
+    Raises:
+        Refused: in one sentence that names the client and the fault.
+    """
+    known = {m.name: m for m in metrics}
+    if answer.metrics.keys() != known.keys() or not answer.left_out.keys() <= known.keys():
+        got = ", ".join(sorted({*answer.metrics, *answer.left_out}))[:100] or "none"
+        want = ", ".join(known) or "none"
+        raise Refused(f"{who}: its metrics must be {want}. Got {printable(got)}.")
+    for name, value in answer.metrics.items():
+        low, high = max(known[name].low, -MOST_MEASURE), min(known[name].high, MOST_MEASURE)
+        if value is not None and not low - 1e-9 <= value <= high + 1e-9:  # sums of floats end a little off
+            raise Refused(f"{who}: {name} must lie in {low:g}..{high:g}. Got {value:g}.")

@@ -210,7 +210,7 @@ class Exchange:
         try:
             replies = list(self.grid.pull_messages([number]))
             if replies and replies[0].has_error():
-                return f"{REPORTS} {_own_words(str(replies[0].error.reason))[:300]}"
+                return f"{REPORTS} {own_words(str(replies[0].error.reason))[:300]}"
             return replies[0] if replies else None
         except (httpx.HTTPError, OSError):
             raise  # the connection to the SuperLink, not a reply
@@ -235,7 +235,7 @@ class Exchange:
         return answer, payload
 
 
-def _own_words(reason: str) -> str:
+def own_words(reason: str) -> str:
     """The sentence of a node's error, without the class that Flower writes around it."""
     return reason.removesuffix("'>").partition("'>:<'")[2] or reason
 

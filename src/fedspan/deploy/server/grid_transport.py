@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -17,11 +18,13 @@ import torch
 
 from fedspan import tree, wire
 from fedspan.data.federated import Index
+from fedspan.data.tables.preprocessing import Preprocessing
+from fedspan.deploy.envelope import printable
 from fedspan.deploy.experiment import DataKind, Experiment
 from fedspan.deploy.node.node import describe_coded
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.admission import Declared, admit, declare, norm_of, too_large
-from fedspan.deploy.server.answers import EvaluateAnswer, HelloAnswer, TrainAnswer, check_sums
+from fedspan.deploy.server.answers import EvaluateAnswer, HelloAnswer, TrainAnswer, check_metric_values, check_sums
 from fedspan.deploy.server.deployed_state import MOST_NORMS, begin_or_parse
 from fedspan.deploy.server.exchange import REPORTS, Check, Exchange, Request, Roster
 from fedspan.deploy.server.quota_grid import NodeGrid
@@ -31,8 +34,9 @@ from fedspan.randomness import generator
 from fedspan.simulation import defence
 from fedspan.simulation.defence import DefenceHistory
 from fedspan.simulation.engine import Engine
+from fedspan.simulation.protocols import RECEIVED, EvaluationSettings, JudgedModel
 from fedspan.simulation.record import Record
-from fedspan.simulation.transport import Collected, Sums, in_order, partial_sum, stacked
+from fedspan.simulation.transport import Collected, MeasuredClients, in_order, partial_sum, stacked
 from fedspan.tree import Tree
 from fedspan.wire import Codec, Direction, Ledger
 
@@ -54,6 +58,7 @@ class GridTransport:
         log: told one line at a time what happens.
         live: the roster as it is now, asked for before every round and while answers come in.
         audit: told who joined, who was refused and which round used whom.
+        agreed: how rows of the nodes' tables become examples, which a node is told when it registers.
     """
 
     who = "Server"
@@ -72,8 +77,9 @@ class GridTransport:
         log: Callable[[str], None],
         live: Callable[[], Roster] | None = None,
         audit: Audit = lambda event, facts: None,
+        agreed: Preprocessing | None = None,
     ) -> None:
-        self.live, self.audit = live or (lambda: roster), audit
+        self.live, self.audit, self.agreed = live or (lambda: roster), audit, agreed
         self.experiment, self.engine, self.kind, self.grid = experiment, engine, kind, grid
         self.roster, self.record, self.policy, self.log = roster, record, policy, log
         self.clients, self.dtype = len(roster.nodes), experiment.settings.torch_dtype
@@ -153,16 +159,21 @@ class GridTransport:
         while r.news and tree.nbytes(r.news) > max(tree.nbytes(r.common), tree.nbytes(news)):
             del r.news[min(r.news, key=int)]  # whoever missed that many is sent the whole
 
-    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, after: bool = False) -> Sums:
-        """Every connected node measures its personal model on its own held-out part; only sums come back."""
-        if after:
-            raise ConfigError("Deploy: train.evaluate_after is for simulations. Got True; leave it out.")
+    def measure(self, t: int, chosen: Sequence[int], ledger: Ledger, way: JudgedModel = RECEIVED) -> MeasuredClients:
+        """Every connected node measures its personal model on its own held-out part; only numbers come back.
+
+        Predictions stay on the nodes, so that metrics cannot be pooled.
+        """
+        if way != RECEIVED:
+            raise ConfigError(f"Deploy: models '{way.words}' are judged in simulations only; leave them out.")
         ids = [i for i in chosen if self._known(i)]
         requests = self._requests("evaluate", t, ids, ledger)[1]
 
-        def check(i: int, answer: EvaluateAnswer, payload: bytes) -> dict[str, float]:
+        def check(i: int, answer: EvaluateAnswer, payload: bytes) -> tuple[dict[str, float], EvaluateAnswer]:
             who, measures = f"client {self.roster.names[i]}", self._measures[repr(self.record.capacity(i))]
-            return check_sums(answer, who=who, held_out=self._node(i)["held_out"], measures=measures)
+            held_out: int = self._node(i)["held_out"]
+            check_metric_values(answer, who=who, metrics=self.engine.gathered if held_out else [])
+            return check_sums(answer, who=who, held_out=held_out, measures=measures), answer
 
         part = self.experiment.settings.evaluate_part
         requests = {i: (facts | {"part": part}, payload) for i, (facts, payload) in requests.items()}
@@ -170,8 +181,15 @@ class GridTransport:
         got = exchange.got
         for i, why in exchange.refused.items():
             self._refuse(t, i, why)
-        names = sorted({k for sums in got.values() for k in sums} | {"n"})
-        return {k: {i: sums[k] for i, sums in got.items() if k in sums} for k in names}
+        names = sorted({k for sums, _ in got.values() for k in sums} | {"n"})
+        found = MeasuredClients({k: {i: sums[k] for i, (sums, _) in got.items() if k in sums} for k in names})
+        for name in (m.name for m in self.engine.gathered):
+            told = {i: answer.metrics[name] for i, (_, answer) in got.items() if name in answer.metrics}
+            found.metrics[name] = {i: v for i, v in told.items() if v is not None}
+            unsaid = {i: answer.left_out.get(name, "it does not define it") for i, (_, answer) in got.items()}
+            found.left_out[name] = {i: printable(unsaid[i]) for i, v in told.items() if v is None}
+        found.left_out = {name: why for name, why in found.left_out.items() if why}
+        return found
 
     def _judged(
         self, t: int, got: dict[int, Sent], downs: Mapping[int, Tree], facts: dict[str, Any]
@@ -263,8 +281,11 @@ class GridTransport:
         if repr(capacity) not in self._measures:
             row, part = tree.stack([self.engine.begin(capacity, i)]), self.experiment.settings.evaluate_part
             down = wire.roundtrip(whole, codecs)[0]
-            found = self.engine.evaluate(capacity, t, [i], row, down, {}, self.record.common, part)
-            self._measures[repr(capacity)] = frozenset(found)
+            plain = replace(
+                self.engine, judging=EvaluationSettings()
+            )  # metrics are for predictions that mean something
+            found = plain.evaluate(capacity, t, [i], row, down, {}, self.record.common, part)
+            self._measures[repr(capacity)] = frozenset(found.sums)
 
     def _exchange(
         self,
@@ -320,7 +341,8 @@ class GridTransport:
         if not new:
             return
 
-        requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients}, {}) for i in new}
+        agreed = {} if self.agreed is None else {"preprocessing": self.agreed.model_dump()}
+        requests: dict[int, Request] = {i: ({"client": i, "clients": self.clients, **agreed}, {}) for i in new}
         t = self.record.progress.round
         exchange = self._exchange("hello", t, requests, self._registered, enough=len(new), ledger=Ledger())
         for i, sizes in exchange.got.items():
@@ -338,7 +360,7 @@ class GridTransport:
         sizes = {"examples": answer.examples, "held_out": answer.held_out}
         if max(sizes.values()) > most:
             raise Refused(f"{who}: it must have at most {most} examples. Got {max(sizes.values())}.")
-        if DataKind(tuple(answer.shape), answer.classes, answer.dtype) != self.kind:
+        if DataKind(tuple(answer.shape), answer.classes, answer.dtype, tuple(answer.label)) != self.kind:
             raise Refused(f"{who}: its examples must be like {self.kind.facts()}.")
         return sizes
 

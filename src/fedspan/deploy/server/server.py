@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedspan.data.tables.preprocessing import Preprocessing
 from fedspan.deploy.experiment import DataKind, Experiment, stand_in
 from fedspan.deploy.policy import Policy
 from fedspan.deploy.server.exchange import Roster
@@ -28,7 +29,7 @@ class Server(RoundDriver):
         kind: what examples look like.
         out: the run directory; a run found there is resumed, unless `fresh`.
         log: told one line at a time what happens.
-        live, audit: see `GridTransport`.
+        live, audit, agreed: see `GridTransport`.
     """
 
     always_save = True  # messages cost seconds: a checkpoint after every round is cheap
@@ -47,6 +48,7 @@ class Server(RoundDriver):
         log: Callable[[str], None] = lambda _: None,
         live: Callable[[], Roster] | None = None,
         audit: Audit = lambda event, facts: None,
+        agreed: Preprocessing | None = None,
     ) -> None:
         self.experiment, self.log = experiment, log
         clients = len(roster.nodes)
@@ -63,7 +65,9 @@ class Server(RoundDriver):
             clients=False,
             defence=experiment.defence,
         )
-        transport = GridTransport(experiment, engine, kind, grid, roster, record, policy or Policy(), log, live, audit)
+        transport = GridTransport(
+            experiment, engine, kind, grid, roster, record, policy or Policy(), log, live, audit, agreed
+        )
         super().__init__(engine, record, transport, rounds=experiment.rounds, config=experiment.config)
         self.warnings = warnings.of_settings(experiment.method, clients, experiment.rounds)
         self.messages.extend(self.warnings)
@@ -92,9 +96,14 @@ class Server(RoundDriver):
             self._status("stopped")
             raise
 
+    @property
+    def names(self) -> Sequence[str]:
+        """What clients are called."""
+        return self.roster.names
+
     def _stepped(self, line: Line) -> None:
         self._status("running")
-        self.log(_said(line, self.rounds))
+        self.log(_said(line, self.rounds, [m.name for m in self.engine.gathered]))
         task, notes = self.experiment.task, self.record.progress.notes
         if task.kind != "regression" or task.own_loss:  # how large targets are, only nodes know
             found = warnings.exploded_first(task, self.engine.data, line, notes)
@@ -137,10 +146,11 @@ class Server(RoundDriver):
         write_atomic(self.out / "status.json", json.dumps(body, indent=1) + "\n")
 
 
-def _said(line: Mapping[str, Any], rounds: int) -> str:
+def _said(line: Mapping[str, Any], rounds: int, metrics: Sequence[str] = ()) -> str:
     """A round in one line."""
     found = line.get("accuracy")
     shown = f", accuracy {100 * found['mean']:.2f} %" if found else ""
+    shown += "".join(f", {name} {line[name]['mean']:.4g}" for name in metrics if line.get(name))
     skipped = ", skipped" if line["skipped"] else ""
     guard = line.get("defence", {})
     cut = "".join(f", {guard[k]} {k}" for k in ("clipped", "capped") if guard.get(k))

@@ -23,13 +23,14 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Do what is left of the run that `fedspan deploy run` asked for."""
     from fedspan.deploy.audit_log import AuditLog
-    from fedspan.deploy.experiment import read_experiment
+    from fedspan.deploy.experiment import read_config, read_experiment
     from fedspan.deploy.operations.deployment import Deployment
     from fedspan.deploy.operations.processes import end_with
     from fedspan.deploy.roster_file import LiveRoster
     from fedspan.deploy.server.database import trim_database
     from fedspan.deploy.server.quota_grid import QuotaGrid
     from fedspan.deploy.server.server import Server
+    from fedspan.deploy.server.table_agreement import agree_on_table, kind_of_table
     from fedspan.method.named_code import only_allowing
 
     if FOLDER not in os.environ:
@@ -47,21 +48,30 @@ def main(grid: Grid, context: Context) -> None:
         if freed:
             tell(f"The SuperLink's database gave {freed / 1e6:.0f} MB back.")
 
+    quota = QuotaGrid(cast(HttpGrid, grid))
+    live, journal = LiveRoster(deployment.folder, order.groups), AuditLog(deployment.folder)
+    fresh = order.fresh and not (order.out / "started").exists()
     try:
         with only_allowing(order.allow_code, "order the run with --allow-code {package}"):
-            experiment = read_experiment(order.experiment, order.kind)
-        live, journal = LiveRoster(deployment.folder, order.groups), AuditLog(deployment.folder)
+            agreed = None
+            if order.kind is None:  # only the nodes know their tables
+                config = read_config(order.experiment)
+                agreed = agree_on_table(config, quota, live(), order.policy, order.out, fresh=fresh, log=tell)
+            kind = order.kind if agreed is None else kind_of_table(agreed)
+            assert kind is not None
+            experiment = read_experiment(order.experiment, kind)
         server = Server(
             experiment,
-            order.kind,
-            QuotaGrid(cast(HttpGrid, grid)),
+            kind,
+            quota,
             live(),
             policy=order.policy,
             out=order.out,
-            fresh=order.fresh and not (order.out / "started").exists(),
+            fresh=fresh,
             log=tell,
             live=live,
             audit=lambda event, facts: journal.append(event, {"run": experiment.name, **facts}, "server"),
+            agreed=agreed,
         )
         (order.out / "started").touch()  # a restart of the same order goes on where it was
         server.run(lambda _: trimmed())

@@ -55,7 +55,8 @@ class Alignment:
 
         def near(p: Params, batch: Batch) -> Tensor:
             features, output = task.features_and_output(p, batch)
-            return batch.mean(task.example_loss(output, batch.y) + lam * self.distance(features, a[batch.y]))
+            losses = task.example_loss(output, batch.y, batch.mask)
+            return batch.mean(losses + lam * self.distance(features, a[batch.y]))
 
         return near
 

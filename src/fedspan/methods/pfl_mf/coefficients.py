@@ -94,10 +94,10 @@ class CoefficientSolver:
                 P = subspace.inverse(bound * Z.flatten(1) @ (Z * share).flatten(1).T + shrink * P, self.ridge)
             # A v that was never fitted, or long ago, can be worse than none: start from the better of the two.
             if self.rule == "solve" and rate and self.steps:
-                at_w, at_0 = (batch.mean(task.example_loss(torch.tensordot(q, Z, 1), batch.y)) for q in (w, 0 * w))
+                at_w, at_0 = (task.mean_loss(torch.tensordot(q, Z, 1), batch) for q in (w, 0 * w))
                 w = torch.where(at_0 < at_w, torch.zeros_like(w), w)
             for _ in range(self.steps):
-                residual = task.output_gradient(torch.tensordot(w, Z, 1), batch.y) * share
+                residual = task.output_gradient(torch.tensordot(w, Z, 1), batch.y, batch.mask) * share
                 w = w - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + shrink * w)
         return w
 
@@ -170,7 +170,7 @@ class InSubspace(Observed, Onboards):
         models = [self.compose(task, rest, U, fit, visit) for fit in fits]
         batch = visit["all"].whole()
         with torch.no_grad():
-            losses = [batch.mean(task.example_loss(task.predict(m, batch.x), batch.y)) for m in models]
+            losses = [task.mean_loss(task.predict(m, batch.x), batch) for m in models]
         best = int(torch.stack(losses).nan_to_num(nan=math.inf).argmin())
         return Newcomer(models[best], fits[best])
 

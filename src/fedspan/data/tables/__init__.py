@@ -1,0 +1,1 @@
+"""Tables: files and frames of named columns, agreed on by their owners and turned into examples."""
