@@ -50,7 +50,7 @@ def _two_parts(far: Tensor, reach: str) -> list[int]:
     {"start_round": 2, "eps_1": 100.0, "eps_2": 0.0},
     {"start_round": 1, "eps_1": 100.0, "eps_2": 0.0, "linkage": "single", "weighting": "samples"},
     {"start_round": 1, "eps_1": 100.0, "eps_2": 0.32},
-    {"start_round": 1, "eps_1": 100.0, "eps_2": 0.0, "gamma_max": 0.8},
+    {"start_round": 1, "eps_1": 100.0, "eps_2": 0.0, "gamma_max": 0.7},
     {"start_round": 1},
     seen="the server's step",
 )
