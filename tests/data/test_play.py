@@ -75,7 +75,7 @@ def test_an_experiment_runs_from_the_file(play: Path) -> None:
         (b"ONE:\n" + b"a" * 500, "at least two roles"),
         (b"ONE:\nshort\n\nTWO:\nshort", "must say at least"),
         (b"ONE:\n\xff\xfe\n\nTWO:\nx", "must be UTF-8"),
-        (b"ONE:\n" + "".join(map(chr, range(0x4E00, 0x5300))).encode() + b"\nTWO:\nx", "different characters"),
+        (b"ONE:\n" + "".join(map(chr, range(0x4E00, 0x5300))).encode() + b"\n\nTWO:\nx", "different characters"),
     ],
 )
 def test_what_is_no_play_is_refused_in_one_sentence(content: bytes, says: str, tmp_path: Path) -> None:

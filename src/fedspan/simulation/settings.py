@@ -44,8 +44,8 @@ class Settings:
     dtype: Literal["float32", "float64"] = "float32"
     """What numbers are computed in."""
     mapping: Literal["auto", "vmap", "folded", "loop"] = "auto"
-    """Whether clients are computed together (`vmap`, or `folded` into one batch, which is faster for linear layers) or
-    one after another (`loop`); `auto` takes `vmap` or `loop`, whichever suits the model."""
+    """Whether clients are computed together (`vmap`, or `folded` into one batch) or one after another (`loop`);
+    `auto` takes `vmap` or `loop`, as suits the model."""
     chunk: AtLeast1 | None = None
     """Clients in one piece of work; chosen by the sizes of round and model if not given."""
     workers: AtLeast1 | None = None

@@ -1,4 +1,4 @@
-"""Plays as plain text: a line `NAME:` begins a speech. Every role is a client that predicts its next character."""
+"""Plays as plain text: `NAME:` after an empty line begins a speech. Roles are clients that predict their characters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEST = 0.25
 MOST_CHARACTERS = 1000
 """Different characters of a play: more are no alphabet."""
 
-_ROLE = re.compile(r"^([^\W\d_][^\n:]{0,60}):[ \t]*$", re.M)
+_ROLE = re.compile(r"(?:\A|(?<=\n\n))([^\W\d_][^\n:]{0,60}):[ \t]*$", re.M)
 
 
 def play_parts(path: Path, limit: int) -> tuple[FilePart, FilePart]:
