@@ -30,7 +30,7 @@ from fedspan.method.fields import build, flat, keys_of, with_keys
 from fedspan.method.named_code import brief
 from fedspan.methods import make, name_of
 from fedspan.randomness import key, torch_seed
-from fedspan.simulation.engine import Answer, Engine
+from fedspan.simulation.engine import Answer, Engine, Way
 from fedspan.simulation.result import Result
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
@@ -41,7 +41,6 @@ __all__ = ["PROMISES", "Case", "Promise", "check_method", "small_data", "small_t
 TOLERANCE = 1e-12
 """Two ways of computing the same thing in float64: |difference| <= TOLERANCE * max(1, largest entry)."""
 SEED = 3
-Way: TypeAlias = Literal["vmap", "loop"]
 
 
 def small_task() -> Task:
@@ -248,10 +247,11 @@ def mappings_agree(case: Case) -> Kept:
     faults = case.task().unmappable()
     if faults:
         return faults[0]
-    promise = "mapped over clients (vmap) it must compute what it computes one after another"
+    promise = "mapped over clients it must compute what it computes one after another"
     loop, expected = case.run(promise, mapping="loop", chunk=2)
-    for chunk in (2, 100):
-        mapped, found = case.run(promise, mapping="vmap", chunk=chunk)
+    ways: tuple[tuple[Way, int], ...] = (("vmap", 2), ("vmap", 100), ("folded", 3))
+    for way, chunk in ways:
+        mapped, found = case.run(f"{promise} ({way})", mapping=way, chunk=chunk)
         case.close(promise, state_of(loop), state_of(mapped))
         for measure, values in expected.per_client.items():
             case.need(f"{promise} ({measure})", _near(values, found.per_client[measure], 1e-9), "other measures")

@@ -111,7 +111,7 @@ def test_the_names_are_really_gone(elsewhere: dict[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_elsewhere_has_the_same_bits(elsewhere: dict[str, str], workers: int) -> None:
     here = fedspan("run", "exp.toml", "-q", "train.workers=1", "--out", "here")
     assert here.returncode == 0, here.stderr
@@ -140,8 +140,11 @@ def test_a_run_elsewhere_has_the_same_bits(elsewhere: dict[str, str], workers: i
         ("methods", "pfl-mf"),
         ("partition", "exp.toml"),
         ("diagnose", "exp.toml", "train.workers=2"),
-        ("demo", "--rounds", "2", "-q", "--out", "demo"),
-        ("compare", "exp.toml", "--methods", "local,fedavg", "-q", "rounds=1", "train.workers=2"),
+        pytest.param(("demo", "--rounds", "2", "-q", "--out", "demo"), marks=pytest.mark.long),
+        pytest.param(
+            ("compare", "exp.toml", "--methods", "local,fedavg", "-q", "rounds=1", "train.workers=2"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=lambda words: words[0],
 )

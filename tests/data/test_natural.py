@@ -12,18 +12,18 @@ from fedspan.cli.app import app
 from fedspan.config import assemble_data, load_config
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "experiments" / "natural").glob("*.toml"))
-CLIENTS = {"heart": 4, "tcga-brca": 6, "school": 139, "parkinsons": 42}
+CLIENTS = {"heart": 4, "tcga-brca": 6, "school": 139, "parkinsons": 42, "shakespeare": 99}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda p: p.stem)
 def test_a_card_and_a_configuration(file: Path) -> None:
     config, card = load_config(file), [line for line in file.read_text().splitlines() if line.startswith("# ")]
-    assert config.data.is_table and config.partition.kind == "natural"
+    assert config.data.is_table == (file.stem != "shakespeare") and config.partition.kind == "natural"
     assert all(any(word in line for line in card) for word in ("Who:", "What:", "Licence:", "Published"))
 
 
 def test_what_is_predicted_and_measured() -> None:
-    found = {file.stem: load_config(file) for file in FILES}
+    found = {file.stem: load_config(file) for file in FILES if file.stem != "shakespeare"}
     assert {stem: config.evaluate.metrics for stem, config in found.items()} == {
         "heart": ("accuracy", "roc_auc"),
         "tcga-brca": ("concordance",),

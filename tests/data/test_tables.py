@@ -327,6 +327,9 @@ def test_a_short_experiment_file_is_enough(hospitals: Path, tmp_path: Path) -> N
     )
     config = read_config(file)
     assert config.partition.kind == "natural" and assemble_data(config).clients == 3
+    # Also where the section says something else, as `deploy run` does with the number of nodes.
+    again = from_dict(config.to_dict() | {"partition": {"clients": 3}})
+    assert again.partition.kind == "natural" and assemble_data(again).clients == 3
     again = from_dict(__import__("tomllib").loads(to_toml(config)))
     assert again == config
     assert "standardise" not in to_toml(config) and "transforms" not in to_toml(config)

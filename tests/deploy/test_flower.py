@@ -483,7 +483,7 @@ def predictions_without_labels(folder: Path, node: Path, x: Any) -> None:
         np.savez(folder / "bad.npz", **arrays)
         assert message in failing("deploy", "predict", str(node), "--data", str(folder / "bad.npz"))
     (folder / "bad.csv").write_text("1,2\n")
-    assert "must be in a file that ends in .npz" in failing(
+    assert "so its data must be .npz. Got 'bad.csv'." in failing(
         "deploy", "predict", str(node), "--data", str(folder / "bad.csv")
     )
     new = str(folder / "new.npz")

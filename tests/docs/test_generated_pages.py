@@ -37,7 +37,7 @@ def test_the_committed_pages_are_current(pages: Mapping[Path, str]) -> None:
 
 
 def test_every_page_of_the_reference_is_generated(pages: Mapping[Path, str]) -> None:
-    assert {p for p in pages if p.parent.name == "reference"} == set((DOCS / "reference").glob("*.md"))
+    assert {p for p in pages if p.parent == DOCS / "reference"} == set((DOCS / "reference").glob("*.md"))
 
 
 def test_every_method_stands_in_readme_and_reference(generator: ModuleType, pages: Mapping[Path, str]) -> None:

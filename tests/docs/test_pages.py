@@ -154,13 +154,13 @@ def test_a_method_joins_the_tree_as_the_page_says(tmp_path: Path) -> None:
     for file in ("pyproject.toml", "README.md", "mkdocs.yml"):
         shutil.copy(ROOT / file, tmp_path / file)
     edits = [block for block in blocks(DOCS / "tutorials" / "add_a_method.md") if block.edits]
-    assert len(edits) == 6
+    assert len(edits) == 7
     for block in edits:
         edit(block, tmp_path)
     env = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
     for program in (
         ["docs/generate.py"],
-        ["-m", "pytest", "-q", "-n0", "tests/methods", "tests/method", "-k", "damped"],
+        ["-m", "pytest", "-q", "-n0", "tests/methods", "tests/method", "tests/reference", "-k", "damped or has_a_page"],
         ["-m", "pytest", "-q", "-n0", "tests/docs/test_generated_pages.py"],
     ):
         words = [w for w in program if not w.startswith("tests/") or (tmp_path / w).exists()]

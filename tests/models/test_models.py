@@ -185,7 +185,7 @@ def test_the_seed_decides_the_weights(kind: str) -> None:
     ("kind", "shape", "classes", "options", "words"),
     [
         ("mpl", GREY, 10, {}, "Got 'mpl'. Did you mean 'mlp'?"),
-        ("zzzzzz", GREY, 10, {}, "Allowed: causal-lm, cnn, cnn1"),
+        ("zzzzzz", GREY, 10, {}, "Allowed: causal-lm, characters, cnn, cnn1"),
         ("mlp", GREY, 10, {"hiden": [3]}, "unknown option 'hiden'. Did you mean 'hidden'?"),
         ("cnn1", COLOUR, 10, {"level": 2}, "unknown option 'level'"),
         ("lenet5", GREY, 10, {"width": 2}, "unknown option 'width'. It has no options."),

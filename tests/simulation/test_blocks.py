@@ -201,6 +201,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "mapping": (["both"], "'auto', 'vmap', 'loop'"),
     "chunk": ([0, -1, 1.5, True], "an integer >= 1"),
     "workers": ([0, -1, 1.5], "an integer >= 1"),
+    "start_method": (["thread", 1], "auto, fork or spawn"),
     "checkpoint_every": ([0, 1.5], "an integer >= 1"),
     "checkpoint_seconds": ([-1.0, math.nan, math.inf], "a number >= 0"),
     "memory_mb": ([0, -5, 1.5], "an integer >= 1"),

@@ -276,7 +276,7 @@ simulate(FedAvg(), Net, [(torch.ones(8, 4), torch.arange(8) % 3)] * 2, rounds=1,
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_scripts_need_no_guard_and_modules_that_need_one_are_told(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -24,7 +24,7 @@ from fedspan.studies.hessian import (
     stable_rank,
     whole,
 )
-from fedspan.studies.theory.hessian_rank import Plan
+from fedspan.studies.theory.hessian_rank import Plan, by_width
 from fedspan.studies.theory.hessian_rank import run as compare
 
 H_FIXED = np.diag([5.0, -7.0, 1.0, 0.5, 0.0, 0.1, 2.0, -0.3])
@@ -108,11 +108,19 @@ def test_the_comparison_reports_all_arms(tmp_path: Path) -> None:
     assert outcome.numbers["exact"] and len(outcome.rows) == 3
     assert few[0][0] == control[0][0] and few[0][2] != control[0][2]  # the same start, other numbers of steps
     assert "of 2 pairs" in outcome.says
+    same, many = outcome.numbers["same"]["value"], outcome.numbers["many"]["value"]
+    assert same[0][0] == few[0][0] and same[0][2] != control[0][2] != many[0][2]  # few samples, weights of many
+    wide = by_width(plan, (2, 3))
+    assert [row[0] for row in wide.rows] == ["2", "3"]
+    assert wide.numbers["widths"]["2"]["same"]["value"][0][-1] == same[0][-1]
     options = "--size 4 --hidden 2 --few 20 --many 60 --epochs 1 --seeds 1 --out"
     told = call("analyse", "hessian-rank", *options.split(), str(tmp_path / "h")).stdout
     assert "stable rank" in told
     assert (tmp_path / "h" / "hessian_rank.png").is_file()
     assert json.loads((tmp_path / "h" / "hessian_rank.json").read_text())["epochs"] == [0, 1]
+    told = call("analyse", "hessian-rank", *options.split()[:-1], "--widths", "2,3", "--tanh", "--json").stdout
+    assert json.loads(told)["numbers"]["plan"]["activation"] == "tanh"
+    assert "integers with commas" in failing("analyse", "hessian-rank", "--widths", "a")
     with pytest.raises(ConfigError, match="many must be more than few, 50"):
         Plan(many=50)
     assert "at least 5000 examples" in failing("analyse", "hessian-rank", "--many", "5000")

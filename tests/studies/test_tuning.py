@@ -20,6 +20,7 @@ from fedspan.studies.tuning import (
     split_spaces,
     steps_of,
 )
+from fedspan.studies.tuning.search import measure_of
 from fedspan.studies.tuning.spaces import Value
 
 pytest.importorskip("optuna")
@@ -174,3 +175,16 @@ def test_steps_of_a_client() -> None:
     assert of(name="fedavg") == (22.0, 0.0)
     assert of(name="fedavg-head", finetune_epochs=3) == (22.0, 33.0)
     assert of(name="fedrep", head_epochs=1, body_epochs=1) == (22.0, 0.0)
+
+
+def test_trials_are_judged_by_the_first_metric_asked_for_in_its_direction() -> None:
+    line = {"round": 3, **{k: {"mean": 0.5} for k in ("accuracy", "loss", "roc_auc", "ece")}}
+    asked = {"roc_auc": True, "ece": False}
+    first, low = measure_of([line], None, asked), measure_of([line], "ece", asked)
+    assert first is not None and (first.name, first.higher) == ("roc_auc", True)
+    assert low is not None and (low.name, low.higher) == ("ece", False)
+    usual = measure_of([line], None, {})
+    assert usual is not None and (usual.name, usual.higher) == ("accuracy", True)
+    assert measure_of([], None, asked) is None
+    with pytest.raises(ConfigError, match="must be one that the runs have"):
+        measure_of([line], "r2", asked)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.console import Picture, note, say, show, table, user_path
+from fedspan.cli.console import Picture, listed, note, say, show, table, user_path
 from fedspan.cli.onboard import RunPath
 from fedspan.cli.running import open_run
 from fedspan.errors import ConfigError
@@ -49,6 +49,12 @@ Many = Annotated[int, typer.Option("--many", help="Samples of the large set.")]
 TrainEpochs = Annotated[int, typer.Option("--epochs", help="Epochs of training.")]
 Every = Annotated[int, typer.Option("--every", help="Look at the Hessian every so many epochs.")]
 Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds.")]
+FirstSeed = Annotated[int, typer.Option("--first-seed", help="The first of the seeds.")]
+Widths = Annotated[
+    str | None, typer.Option("--widths", help="Hidden units to compare, as 4,16,64: one row each, at start and end.")
+]
+Tanh = Annotated[bool, typer.Option("--tanh", help="An mlp with tanh in place of ReLU.")]
+Json = Annotated[bool, typer.Option("--json", help="Table, sentence and numbers as JSON; writes no files.")]
 Lr = Annotated[float, typer.Option("--lr", help="Learning rate of SGD, minibatches of 32.")]
 Samples = Annotated[int, typer.Option("--samples", help="Random vectors for the Frobenius norm where H is not exact.")]
 HessianOut = Annotated[Path | None, typer.Option("--out", help="Folder to write to; default runs/hessian-rank.")]
@@ -169,20 +175,35 @@ def hessian_rank(
     epochs: TrainEpochs = 40,
     every: Every = 5,
     seeds: Seeds = 5,
+    first_seed: FirstSeed = 200,
     lr: Lr = 0.1,
     samples: Samples = 30,
+    widths: Widths = None,
+    tanh: Tanh = False,
     out: HessianOut = None,
     kinds: Kinds = None,
+    as_json: Json = False,
 ) -> None:
-    """The stable rank of the loss's Hessian for models trained on few and on many samples, also at equal steps."""
-    from fedspan.studies.theory.hessian_rank import Plan, run
+    """The stable rank of the loss's Hessian on few and on many samples: same weights, equal steps, equal epochs."""
+    from fedspan.studies.theory.hessian_rank import Plan, by_width, run
 
     where = user_path(out or Path("runs") / "hessian-rank", "--out")
     plan = Plan(
         source=source, root=root, size=size, model=model, hidden=hidden, few=few, many=many, epochs=epochs,
-        every=every, seeds=seeds, lr=lr, samples=samples,
+        every=every, seeds=seeds, first_seed=first_seed, lr=lr, samples=samples, activation="tanh" if tanh else "relu",
     )  # fmt: skip
-    _conclude(run(plan, say=note), where, "hessian_rank", kinds)
+    outcome = run(plan, say=note) if widths is None else by_width(plan, _integers(widths, "--widths"), say=note)
+    if as_json:
+        typer.echo(json.dumps(outcome.facts(), indent=1, allow_nan=False))
+        return
+    _conclude(outcome, where, "hessian_rank", kinds)
+
+
+def _integers(text: str, what: str) -> list[int]:
+    """Numbers that an option names with commas between."""
+    if not (parts := listed(text)) or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"hessian-rank: {what} must be integers with commas between, as 4,16,64. Got {text!r}.")
+    return [int(part) for part in parts]
 
 
 @analyse.command("update-rank")

@@ -1,7 +1,8 @@
-"""`fedspan theory`: what the pFL-MF and Factorized-FL papers claim, run and drawn."""
+"""`fedspan theory`: what the pFL-MF, FedLoRU and Factorized-FL papers claim, run and drawn."""
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,7 @@ class TheoryCheck(StrEnum):
     example_2 = "example-2"
     movielens = "movielens"
     figure_1 = "figure-1"
+    spiked_hessian = "spiked-hessian"
     factor_updates = "factor-updates"
     factor_layouts = "factor-layouts"
     factor_sparsity = "factor-sparsity"
@@ -39,10 +41,18 @@ Out = Annotated[Path | None, typer.Option("--out", help="Directory to write to; 
 Figure = Annotated[Picture, typer.Option("--figure", help="Kind of figure.")]
 Root = Annotated[str | None, typer.Option("--root", help="movielens, factor-*: where data lie; default $FEDSPAN_DATA.")]
 Quick = Annotated[bool, typer.Option("--quick", help="factor-*: a few pictures and epochs, only to see that it works.")]
+Json = Annotated[bool, typer.Option("--json", help="Table, sentence and numbers as JSON; writes no files.")]
 
 
-def theory(name: Name, out: Out = None, figure: Figure = Picture.png, root: Root = None, quick: Quick = False) -> None:
-    """Check Theorem 1, an example or Figure 1 of the pFL-MF paper, or figures of the Factorized-FL paper (factor-*).
+def theory(
+    name: Name,
+    out: Out = None,
+    figure: Figure = Picture.png,
+    root: Root = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Check what the pFL-MF paper, FedLoRU (spiked-hessian) or Factorized-FL (factor-*) claims.
 
     Writes a figure and its numbers as JSON.
     """
@@ -52,10 +62,13 @@ def theory(name: Name, out: Out = None, figure: Figure = Picture.png, root: Root
         raise ConfigError(f"theory: --root goes with {', '.join(REAL)}. Got it with {name}, which makes its own data.")
     if quick and not name.startswith("factor-"):
         raise ConfigError(f"theory: --quick goes with the checks called factor-*. Got it with {name}.")
-    where = directory(out, "theory")
     if quick:
         note("--quick: too few pictures and epochs for the numbers to mean anything.")
+    where = None if as_json else directory(out, "theory")
     outcome = perform(name, root, quick)
+    if where is None:
+        typer.echo(json.dumps(outcome.facts(), indent=1, allow_nan=False))
+        return
     show(table(outcome.titles, outcome.rows, right=range(1, len(outcome.titles))))
     say(outcome.says)
     say(f"Numbers: {outcome.write(where / f'{name}.json')}")
@@ -65,7 +78,7 @@ def theory(name: Name, out: Out = None, figure: Figure = Picture.png, root: Root
 def perform(name: TheoryCheck, root: str | None = None, quick: bool = False) -> Outcome:
     """Run one check; only its own module is imported."""
     if name is TheoryCheck.theorem_1:
-        from fedspan.studies.theory import theorem_1
+        from fedspan.studies.theory.convergence import theorem_1
 
         return theorem_1.run(say=note)
     if name is TheoryCheck.example_1:
@@ -76,6 +89,10 @@ def perform(name: TheoryCheck, root: str | None = None, quick: bool = False) -> 
         from fedspan.studies.theory import example_2
 
         return example_2.run()
+    if name is TheoryCheck.spiked_hessian:
+        from fedspan.studies.theory import spiked_hessian
+
+        return spiked_hessian.run()
     if name is TheoryCheck.movielens:
         from fedspan.studies.theory import movielens
 

@@ -37,7 +37,10 @@ Values = Annotated[
 Trials = Annotated[int, typer.Option("--trials", help="How many sets of values are tried.", min=1, max=1000)]
 Seeds = Annotated[int, typer.Option("--seeds", help="Development seeds each trial runs on.", min=1, max=10)]
 Judge = Annotated[
-    str | None, typer.Option("--measure", help="What is to be best; default accuracy, else error.", show_default=False)
+    str | None,
+    typer.Option(
+        "--measure", help="What is to be best; default: the first metric, else accuracy or error.", show_default=False
+    ),
 ]
 Processes = Annotated[int, typer.Option("--workers", help="Trials at once; it changes no result.", min=1, max=64)]
 Whole = Annotated[bool, typer.Option("--no-pruning", help="Run every trial to its end.")]

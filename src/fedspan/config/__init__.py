@@ -191,10 +191,10 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
     values["method"] = {"name": "fedavg", **values["method"]}
     if not isinstance(values["method"]["name"], str):
         raise ConfigError(f"Method: name must be a string. Got {short(values['method']['name'])}.")
-    if not values["partition"]:  # a table mostly says whose its rows are
-        values["partition"] = (
-            {"kind": "natural", "min_samples": 1} if _says_clients(values["data"]) else {"clients": 10}
-        )
+    if _says_clients(values["data"]) and "kind" not in values["partition"]:  # a table mostly says whose its rows are
+        values["partition"] = {"kind": "natural", "min_samples": 1, **values["partition"]}
+    elif not values["partition"]:
+        values["partition"] = {"clients": 10}
     if values["task"].get("kind") in _NUMBERS and "target" in values["data"]:
         values["data"] = {"target_type": "number", **values["data"]}
     return RunConfig(

@@ -11,6 +11,7 @@ from torch.func import grad, grad_and_value
 
 from fedspan import tree
 from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.folded import Leaves, clients_left, is_folding, only_first
 from fedspan.learn.task import Task
 from fedspan.tree import Params, Tree
 
@@ -33,6 +34,14 @@ def gradient(loss: Loss, params: Any, batch: Batch) -> Any:
 
 def gradient_and_value(loss: Loss, params: Any, batch: Batch) -> tuple[Any, Tensor]:
     """∂loss/∂params on one batch, and the loss itself."""
+    if batch.mapped and is_folding():
+        flat = tree.flatten(params)
+        zero = batch.w.sum() * 0  # gives every client parameters of its own, where they are common to all
+        leaves = Leaves([t + zero.to(t.dtype) for t in flat.values()])
+        with torch.enable_grad():
+            value = _counted(loss, _assemble(params, dict(zip(flat, leaves.given))), batch)
+        slopes = {k: g for k, g in zip(flat, leaves.gradients(value)) if g is not None}
+        return _assemble(params, slopes), value.detach()
     if batch.mapped:
         both: tuple[Any, Tensor] = grad_and_value(lambda p: _counted(loss, p, batch))(params)
         return both
@@ -85,7 +94,8 @@ def sgd(
     def start(p: list[Tensor]) -> list[Tensor]:
         return [torch.zeros_like(a) for a in p] if momentum else []
 
-    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox)[0]
+    plain = None if momentum or weight_decay else lr
+    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, plain)[0]
 
 
 def sgd_from(
@@ -178,10 +188,17 @@ def is_statistic(path: str) -> bool:
 
 
 def _train(
-    loss: Loss, params: Tree, batches: Iterable[Batch], start: StartState, step: Step, prox: Prox
+    loss: Loss,
+    params: Tree,
+    batches: Iterable[Batch],
+    start: StartState,
+    step: Step,
+    prox: Prox,
+    plain: float | None = None,
 ) -> tuple[Tree, list[Tensor]]:
     """Run `step` and `prox` once per batch on copies of `params`; running statistics ride along and are not trained.
 
+    `plain` is the learning rate where a step is −lr·gradient and nothing else: folded layers may then take it.
     Returns the parameters and the optimiser's state, which is empty if there was no batch.
     """
     flat = tree.flatten(params)
@@ -191,17 +208,25 @@ def _train(
     held: dict[str, Tensor] = {}  # what the loss sees: trained copies and owned statistics
     p: list[Tensor] = []
     state: list[Tensor] = []
-    for batch in batches:
+    left = clients_left(batches.rows) if is_folding() and isinstance(batches, Batches) and batches.mapped else None
+    for k, batch in enumerate(batches):
         if not p:
             # Adding a mapped zero turns shared starting values into per-client ones, so that steps can be in place.
             zero = (batch.w.sum() * 0).to(flat[trained[0]].dtype) if batch.mapped else None
-            for k, t in flat.items():
-                held[k] = t.detach().clone() if zero is None else t + zero
-                if is_statistic(k):
-                    held[k].owned = True  # type: ignore[attr-defined]
+            for path, t in flat.items():
+                held[path] = t.detach().clone() if zero is None else t + zero
+                if is_statistic(path):
+                    held[path].owned = True  # type: ignore[attr-defined]
             p = [held[k] for k in trained]
             state = start(p)
-        if batch.mapped:
+        if batch.mapped and is_folding():
+            leaves = Leaves(p)
+            with torch.enable_grad(), only_first(None if left is None else left[k]):
+                value = _counted(loss, _assemble(params, held | dict(zip(trained, leaves.given))), batch)
+            found = leaves.gradients(value, plain)
+            kept = [(a, g) for a, g in zip(p, found) if g is not None]  # the others have taken their step
+            step([a for a, _ in kept], [g for _, g in kept], state, batch.live)
+        elif batch.mapped:
             g = tree.leaves(grad(lambda q, b=batch: _counted(loss, q, b))(_assemble(params, held)))
             step(p, g, state, batch.live)
         else:
@@ -213,12 +238,12 @@ def _train(
             for a in p:
                 a.requires_grad_(False)
             step(p, g, state, None)
-        for k, f in prox.items():
-            held[k].copy_(_if(batch.live if batch.mapped else None, f(held[k]), held[k]))
+        for path, f in prox.items():
+            held[path].copy_(_if(batch.live if batch.mapped else None, f(held[path]), held[path]))
     if not p:
         return params, []
-    for k in flat.keys() - set(trained):
-        del held[k].owned  # type: ignore[attr-defined]
+    for path in flat.keys() - set(trained):
+        del held[path].owned  # type: ignore[attr-defined]
     result: Tree = _assemble(params, held)
     return result, state
 

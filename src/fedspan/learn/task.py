@@ -14,6 +14,8 @@ from torch.func import functional_call, grad
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
+from fedspan.learn.folded import Folded, is_folding, run_watched
+from fedspan.learn.folded import fold as fold_clients
 from fedspan.learn.fused import Step, fuse
 from fedspan.learn.losses import (
     IGNORED,
@@ -132,6 +134,7 @@ class Task:
         if not self.stats:
             module, step, names = fuse(self.module)
             self._fused = (module, step, set(names)) if names else None
+        self._with_clients: dict[bool, Folded | None] = {}
         self.kinds: dict[str, Task] = {}
         self.turns: tuple[str, ...] = ()
         self._smallest: Task | None = None
@@ -415,13 +418,9 @@ class Task:
         self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         self.need_head()
-        seen: list[Tensor] = []
-        handle = module.get_submodule(self._head_module).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        try:
-            output = self._call(module, params, x, key)
-        finally:
-            handle.remove()
-        return seen[-1], output
+        output, seen = self._run(module, params, x, key, self._head_module)
+        assert seen is not None
+        return seen, output
 
     def from_features(self, params: Params, features: Tensor) -> Tensor:
         """Outputs of the head for given features; `params` needs only the head's entries."""
@@ -456,13 +455,36 @@ class Task:
         return module
 
     def _call(self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None) -> Tensor:
+        return self._run(module, params, x, key)[0]
+
+    def _run(
+        self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None, layer: str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs, and what goes into `layer` on the way."""
         if self.stats and module.training:
             # The forward pass writes running statistics in place: only into tensors the training loop owns.
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
         if key is not None and self._dropouts:
             params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
+        if params and is_folding() and isinstance(x, Tensor) and (folded := self._folded(module)) is not None:
+            found = folded(params, x, layer)
+            if found is not None:
+                return found
         args, named = _arguments(x)
-        return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
+
+        def run() -> Tensor:
+            return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
+
+        return run_watched(module, layer, run)
+
+    def _folded(self, module: nn.Module) -> Folded | None:
+        """The module with a client axis in its layers, made when first asked for; None where there is no such form."""
+        training = module is self.module
+        if self.stats or not (training or module is self._eval):
+            return None
+        if training not in self._with_clients:
+            self._with_clients[training] = fold_clients(module, Dropout)
+        return self._with_clients[training]
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         if self.dtype is not None:

@@ -44,6 +44,7 @@ MODELS: dict[str, Entry] = {
     "linear": _entry(simple.Linear, "one linear layer on the flattened input; with one output, linear regression"),
     "logistic": _entry(simple.Linear, "logistic regression: one linear layer on the flattened input"),
     "mlp": _entry(simple.MLP, "fully connected, ReLU; pFL-MF's 784-200-200-10 for MNIST"),
+    "characters": _entry(simple.Characters, "the next character of a text: an embedding, two linear layers"),
     "cnn": _entry(cnn.CNN, "two 5x5 convolutions with pooling (and norm), two linear layers; the usual benchmark CNN"),
     "cnn3x3": _entry(cnn.CNN3x3, "pFL-MF's CIFAR model: two 3x3 convolutions without pooling, one linear layer"),
     "lenet5": _entry(cnn.LeNet5, "LeNet-5 with ReLU and max pooling; smaller images are padded to 32x32"),

@@ -41,3 +41,19 @@ class MLP(nn.Module):
             x = F.relu(layer(x))
         y: Tensor = self.head(x)
         return y
+
+
+class Characters(nn.Module):
+    """The next character from a window of them: an embedding of each, two fully connected layers."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int, *, width: int = 8, hidden: int = 64) -> None:
+        super().__init__()
+        width, hidden = checks.integer("characters", "width", width), checks.integer("characters", "hidden", hidden)
+        self.embedding = nn.Embedding(classes, width)
+        self.body = nn.Linear(math.prod(input_shape) * width, hidden)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, characters], their numbers, -> [B, classes]."""
+        y: Tensor = self.head(F.relu(self.body(self.embedding(x.flatten(1).long()).flatten(1))))
+        return y

@@ -24,7 +24,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.data.federated import Index
 from fedspan.errors import CheckpointError
-from fedspan.method import Abilities, Sent
+from fedspan.method import Abilities, Capacity, Sent
 from fedspan.method.fields import AtLeast1, Share, check
 from fedspan.tree import Outer, Tree
 
@@ -137,8 +137,10 @@ def cut(able: Abilities, sent: Sent, down: Tree, shares: Mapping[str, float]) ->
     return Sent(weight, parts(sent.mean), parts(sent.each), own)
 
 
-def change_of(able: Abilities, sent: Sent, down: Tree) -> Sent:
-    """What one upload changes, in the upload's form."""
+def change_of(able: Abilities, sent: Sent, down: Tree, capacity: Capacity = None) -> Sent:
+    """What one upload changes. Of ranks that differ from client to client it is lifted first, to one form for all."""
+    if able.lifts is not None and capacity is not None:
+        sent = sent._replace(mean=able.lifts.lift(sent.mean, down, capacity))
     unchanged = able.judged.unchanged(sent, down)
 
     def parts(of: Tree) -> Tree:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError, FedspanError
 from fedspan.learn.batches import SHUFFLED, Amount, Batch, Batches, Epochs, Index, KeyedTransform, draw, pad, rows_of
+from fedspan.learn.folded import folding
 from fedspan.learn.metrics import UndefinedMetric
 from fedspan.learn.sgd import gradient, sgd
 from fedspan.learn.task import Task
@@ -25,6 +27,9 @@ from fedspan.method.promises import ChunkWatch, SameShapes, need_tensors
 from fedspan.randomness import key
 from fedspan.simulation.protocols import RECEIVED, EvaluationSettings, JudgedModel
 from fedspan.tree import Inputs, Params, Tree
+
+Way: TypeAlias = Literal["vmap", "folded", "loop"]
+"""How the clients of a chunk are computed: mapped, folded into the batch axis, or one after another."""
 
 SMALL_MODEL = 20_000
 """Up to this many parameters mapping wins clearly: the work of one client is smaller than the cost of asking for it."""
@@ -80,7 +85,7 @@ class Engine:
     seed: int
     batch_size: int | None
     epochs: int
-    mapping: Literal["vmap", "loop"]
+    mapping: Way
     evaluation_batch: int = 512
     judging: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -311,7 +316,8 @@ class Engine:
             return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
         dims = (0, 0, 0, 0, 0, None if relabel is None else 0)
-        found = vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
+        with folding() if self.mapping == "folded" else nullcontext():
+            found = vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
         return found if finish is None else tree.stack([finish(tree.take(found, k), i) for k, i in enumerate(ids)])
 
     def _visit(
@@ -354,7 +360,7 @@ class Engine:
         return streams
 
 
-def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop"]:
+def choose_mapping(task: Task, mode: str, steps: float) -> Way:
     """`auto` by a fixed rule on the model and the local steps of a visit, never by timing.
 
     Convolutions, recurrent layers and batch normalisation run one client after another; so do large models and visits
@@ -364,10 +370,11 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop
         ConfigError: if `vmap` is asked for and some layer cannot be mapped; lists all of them.
     """
     faults = task.unmappable()
-    if mode == "vmap" and faults:
+    if mode in ("vmap", "folded") and faults:
         raise ConfigError(" ".join(faults))
     if mode != "auto":
-        return "vmap" if mode == "vmap" else "loop"
+        ways: tuple[Way, ...] = get_args(Way)
+        return next(way for way in ways if way == mode)
     size = sum(p.numel() for p in task.init().values())
     convolutions = task.has(nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if faults or (convolutions and size > SMALL_MODEL):
@@ -375,13 +382,15 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Literal["vmap", "loop
     return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
 
 
-def mapping_fault(task: Task, x: Inputs, y: Tensor) -> str | None:
+def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap") -> str | None:
     """Why a model or loss cannot be computed for many clients at once, seen on two examples; None if it can.
 
-    Two clients take one gradient each, mapped and alone; the second has one example and an empty slot. It shows code
-    that vmap cannot run (branches on values, `.item()`), and models whose examples depend on one another.
+    Two clients take one gradient each, together and alone; the second has one example, an empty slot and other weights.
+    It shows code that vmap cannot run (branches on values, `.item()`), models whose examples depend on one another, and
+    layers that read other layers' weights, which cannot be folded.
     """
     params, stream = task.init(), key(0, "mapping")
+    starts = [params, tree.map(lambda t: t * 0.9 + 0.01, params)]
     rows, slots = torch.tensor([[0, 1], [0, 1]]), torch.tensor([[0, 1], [0, -1]])
 
     def mapped(own: Params, at: Tensor, filled: Tensor) -> Tree:
@@ -391,13 +400,14 @@ def mapping_fault(task: Task, x: Inputs, y: Tensor) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # slow operators are told about by the run itself
-            together = vmap(mapped)(tree.stack([params, params]), rows, slots)
+            with folding() if way == "folded" else nullcontext():
+                together = vmap(mapped)(tree.stack(starts), rows, slots)
     except ConfigError:
         raise
     except Exception as e:  # whatever a model of somebody's own raises when it is traced
-        return f"vmap gave {type(e).__name__}: {_first_sentence(str(e))}"
+        return f"{way} gave {type(e).__name__}: {_first_sentence(str(e))}"
     for k, size in enumerate((2, 1)):
-        alone = gradient(task.loss, params, Batch(tree.take(x, slice(size)), y[:size], None, stream, 0))
+        alone = gradient(task.loss, starts[k], Batch(tree.take(x, slice(size)), y[:size], None, stream, 0))
         if not _alike(tree.take(together, k), alone):
             return "an example's gradient depends on the other slots of its batch"
     return None

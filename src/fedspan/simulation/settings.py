@@ -43,8 +43,9 @@ class Settings:
     """What a run that diverges does: stop, or go back and halve the learning rate, three times at most."""
     dtype: Literal["float32", "float64"] = "float32"
     """What numbers are computed in."""
-    mapping: Literal["auto", "vmap", "loop"] = "auto"
-    """Whether clients are computed together (`vmap`) or one after another; `auto` takes what suits the model."""
+    mapping: Literal["auto", "vmap", "folded", "loop"] = "auto"
+    """Whether clients are computed together (`vmap`, or `folded` into one batch) or one after another (`loop`);
+    `auto` takes `vmap` or `loop`, as suits the model."""
     chunk: AtLeast1 | None = None
     """Clients in one piece of work; chosen by the sizes of round and model if not given."""
     workers: AtLeast1 | None = None

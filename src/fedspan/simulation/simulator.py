@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from fedspan.simulation import warnings
 from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
-from fedspan.simulation.engine import Engine, choose_mapping, mapping_fault
+from fedspan.simulation.engine import Engine, Way, choose_mapping, mapping_fault
 from fedspan.simulation.local_transport import LocalTransport
 from fedspan.simulation.protocols import EvaluationSettings, evaluation_settings
 from fedspan.simulation.record import Record
@@ -200,21 +200,21 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
         class_matrix(task, type(method).__name__)
 
 
-def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[Literal["vmap", "loop"], list[str]]:
+def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[Way, list[str]]:
     """How clients are computed, and a note where a model that should be mapped cannot be.
 
     Raises:
-        ConfigError: if `vmap` is asked for and cannot be had.
+        ConfigError: if `vmap` or `folded` is asked for and cannot be had.
     """
     mapping = choose_mapping(task, mode, steps)
     if mapping == "loop":
         return mapping, []
     rows = _two_rows(data)
     for member in task.kinds.values() or [task]:
-        fault = mapping_fault(member, tree.take(data.x, rows), data.y[rows])
+        fault = mapping_fault(member, tree.take(data.x, rows), data.y[rows], mapping)
         if fault is None:
             continue
-        if mode == "vmap":
+        if mode != "auto":
             raise ConfigError(
                 f"Task: the model cannot be trained for many clients at once ({fault}); run with train.mapping='loop'."
             )

@@ -111,6 +111,7 @@ SOURCES: dict[str, str] = {
     "PATH.csv": "a table (also .csv.gz, .tsv, .parquet) whose columns the keys client, target, split, ... name",
     "PATH.parquet": "a table with an image column, or with numeric columns, and a label column",
     "PATH.npz": "arrays x, y and optionally x_test, y_test, client, domain",
+    "PATH.txt": "a play (also .txt.gz), whose roles predict their next character from 32; for model 'characters'",
     "PATH.json": "instruction records (instruction, input, output), also .jsonl; for model 'causal-lm'",
     "FOLDER": "one .npz, .csv or .parquet per client, or train/test parquet, IDX or LEAF's JSON files",
 }

@@ -13,6 +13,7 @@ from fedspan.data.formats import arrays as files
 from fedspan.data.formats import imagenet, leaf, matlab
 from fedspan.data.formats import parquet as tables
 from fedspan.data.formats.part import FilePart, join
+from fedspan.data.formats.play import play_parts
 from fedspan.data.sources.assemble import Source, assemble
 from fedspan.data.sources.catalog import KNOWN, SOURCES, Known
 from fedspan.errors import ConfigError, DataError, inside, nearest
@@ -176,6 +177,8 @@ def _own(
 ) -> tuple[FilePart, FilePart | None]:
     if not source or "\0" in source:
         raise ConfigError(f"Data: source must be a name, a path or a hub id. Got {source!r}.")
+    if source.lower().endswith((".txt", ".txt.gz")):
+        return play_parts(find_source(source, root, "the text"), limit)
     path = Path(source).expanduser()
     if not path.exists() and root is not None and not path.is_absolute():
         path = inside(Path(root).expanduser(), source, "data.source")

@@ -212,7 +212,8 @@ class GridTransport:
 
     def _outliers(self, got: dict[int, Sent], downs: Mapping[int, Tree]) -> dict[int, str]:
         """Take the uploads out whose change has a norm that is an outlier; the others' norms are remembered."""
-        norms = {i: norm_of(defence.change_of(self.engine.able, s, downs[i])) for i, s in got.items()}
+        able, capacity = self.engine.able, self.record.capacity
+        norms = {i: norm_of(defence.change_of(able, s, downs[i], capacity(i))) for i, s in got.items()}
         history = self.record.progress.deployed["norms"]
         refused = {}
         for i, bound in too_large(norms, history, self.policy.norm_factor).items():

@@ -21,20 +21,26 @@ if TYPE_CHECKING:
 
 
 def run(
-    k: int = 4, clients: int = 40, dimension: int = 20, train: int = 60, test: int = 200, rounds: int = 60
+    k: int = 4,
+    clients: int = 40,
+    dimension: int = 20,
+    train: int = 60,
+    test: int = 200,
+    rounds: int = 60,
+    seed: int = 200,
 ) -> Outcome:
     """pFL-MF of ranks 1 to k + 2 beside local training, FedAvg and the oracle, with the clusters found in the v_i."""
-    theta = generator(0, "example-2").normal(size=(k, dimension))
-    data = grouped(theta, clients, train, test, seed=0)
+    theta = generator(seed, "example-2").normal(size=(k, dimension))
+    data = grouped(theta, clients, train, test, seed=seed)
     assert data.groups is not None
     truth = data.groups
     baselines = {"local": Local(lr=0.5), "fedavg": FedAvg(lr=0.5), "oracle": Oracle(lr=0.5)}
-    scores = {name: fit(method, data, rounds)[0] for name, method in baselines.items()}
+    scores = {name: fit(method, data, rounds, seed)[0] for name, method in baselines.items()}
     ranks = list(range(1, k + 3))
     found: dict[int, float] = {}
     for r in ranks:
         scores[f"pfl-mf, r = {r}"], result = fit(
-            PflMf(rank=r, lr=0.5, solver=CoefficientSolver(steps=20)), data, rounds
+            PflMf(rank=r, lr=0.5, solver=CoefficientSolver(steps=20)), data, rounds, seed
         )
         found[r] = rand_index(coordinates(result), truth, k)
     rows = [[name, f"{100 * s.accuracy:.1f} %", f"{s.loss:.3f}", ""] for name, s in scores.items()]

@@ -28,6 +28,12 @@ class Outcome:
     numbers: dict[str, Any]
     draw: Callable[[], Figure]
 
+    def facts(self) -> dict[str, Any]:
+        """Everything but the figure, for JSON."""
+        return {"titles": list(self.titles), "rows": [list(r) for r in self.rows], "says": self.says} | {
+            "numbers": self.numbers
+        }
+
     def write(self, path: Path) -> Path:
         """Write the numbers as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,13 +42,17 @@ class Problem:
         result: Tensor = vmap(self.psi)(U, V)
         return result
 
-    def gradients(self, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-        """∇_U ψ = (1/n) Σ ∇f_i(U v_i) v_iᵀ and ∇_V ψ = (1/n) [∇f_i(U v_i)ᵀ U]_i along a path, eq. (7)."""
-        n, m, _ = self.x.shape
+    def client_gradients(self, U: Tensor, V: Tensor) -> Tensor:
+        """∇f_i(U v_i) of every client along a path [T, n, d]."""
+        m = self.x.shape[1]
         theta = V @ U.transpose(1, 2)  # [T, n, d]
         z = (self.x @ theta[..., None]).squeeze(-1)  # [T, n, m]
         slopes = self.task.output_gradient(z.reshape(-1), self.y.expand_as(z).reshape(-1)).reshape(z.shape)
-        g = (slopes[..., None, :] @ self.x).squeeze(-2) / (n * m)  # [T, n, d]
+        return (slopes[..., None, :] @ self.x).squeeze(-2) / m
+
+    def gradients(self, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+        """∇_U ψ = (1/n) Σ ∇f_i(U v_i) v_iᵀ and ∇_V ψ = (1/n) [∇f_i(U v_i)ᵀ U]_i along a path, eq. (7)."""
+        g = self.client_gradients(U, V) / len(self.x)
         return g.transpose(1, 2) @ V, g @ U
 
 
@@ -71,13 +75,18 @@ def quadratic(A: Tensor, H: Tensor | None = None) -> Problem:
     return Problem(x, torch.einsum("imd,di->im", x, A), task_of(d))
 
 
-def random_quadratic(d: int = 8, n: int = 12, r: int = 2, seed: int = 0) -> Problem:
-    """Quadratics with curvature between ½ and 2, whose minimisers lie near a subspace of rank r."""
-    rng = generator(seed, "quadratic")
+def drawn_quadratic(d: int, n: int, r: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Draw H [n, d, d] with curvature between ½ and 2, and minimisers A [d, n] that lie near a subspace of rank r."""
     A = rng.normal(size=(d, r)) @ rng.normal(size=(r, n)) / r**0.5 + 0.2 * rng.normal(size=(d, n))
     Q = torch.linalg.qr(torch.from_numpy(rng.normal(size=(n, d, d))))[0]
     H = Q * torch.from_numpy(rng.uniform(0.5, 2.0, size=(n, 1, d))) @ Q.transpose(1, 2)
-    return quadratic(torch.from_numpy(A), H)
+    return H, torch.from_numpy(A)
+
+
+def random_quadratic(d: int = 8, n: int = 12, r: int = 2, seed: int = 0) -> Problem:
+    """Quadratics with curvature between ½ and 2, whose minimisers lie near a subspace of rank r."""
+    H, A = drawn_quadratic(d, n, r, generator(seed, "quadratic"))
+    return quadratic(A, H)
 
 
 def random_logistic(d: int = 8, n: int = 12, r: int = 2, m: int = 40, seed: int = 0) -> Problem:

@@ -92,7 +92,7 @@ def search(
     Args:
         make: the experiment with these values and this seed, as a reported run would have it.
         who: the method's name, for messages.
-        measure: its name; by default accuracy, else RMSE, else loss.
+        measure: its name; by default the experiment's first metric, else accuracy, RMSE or loss.
 
     Raises:
         ConfigError: without optuna, for a measure that the runs do not have, or if every trial diverged.
@@ -109,7 +109,7 @@ def search(
         batch = [_ask(optuna, study, spaces, n) for n in range(start, min(start + BATCH, count))]
         found += [t for t, _ in batch]
         plain = make(batch[0][0].values, seeds[0])
-        full = plain.rounds
+        full, directions = plain.rounds, {m.name: m.higher for m in plain.evaluate.found()}
         for rung in _rungs(plain) if prune else [full]:
             alive = [(t, asked) for t, asked in batch if t.state == "running"]
             jobs = [
@@ -121,7 +121,7 @@ def search(
                 for seed in seeds
             ]
             lines = run(jobs)
-            judge = judge or measure_of([line for line in lines if line is not None], measure)
+            judge = judge or measure_of([line for line in lines if line is not None], measure, directions)
             for k, (t, _) in enumerate(alive):
                 _reached(t, lines[k * len(seeds) : (k + 1) * len(seeds)], judge, rung)
             for t, asked in alive:  # after all of the batch are at the rung
@@ -149,8 +149,11 @@ def trial_config(config: RunConfig) -> RunConfig:
     )
 
 
-def measure_of(lines: Sequence[Line], name: str | None) -> Measure | None:
+def measure_of(lines: Sequence[Line], name: str | None, metrics: Mapping[str, bool]) -> Measure | None:
     """The measure that trials are judged by, and its direction; None as long as there is no line.
+
+    Args:
+        metrics: those that the experiment asks for, and whether higher is better.
 
     Raises:
         ConfigError: for a measure that the runs do not have.
@@ -158,10 +161,11 @@ def measure_of(lines: Sequence[Line], name: str | None) -> Measure | None:
     if not lines:
         return None
     have = [k for k, v in lines[0].items() if isinstance(v, Mapping) and "mean" in v]
-    wanted = [name] if name is not None else ["accuracy", "rmse", "loss"]
+    wanted = [name] if name is not None else [*metrics, "accuracy", "rmse", "loss"]
     for each in wanted:
         if each in have:
-            return Measure(each, percent=each == "accuracy", higher=each not in _LOWER_IS_BETTER)
+            higher = metrics.get(each, each not in _LOWER_IS_BETTER)
+            return Measure(each, percent=each.endswith("accuracy"), higher=higher)
     raise ConfigError(f"tune: --measure must be one that the runs have: {', '.join(have)}. Got {str(name)[:60]!r}.")
 
 

@@ -45,29 +45,45 @@ def visited(problem: Problem, U: Tensor, V: Tensor, points: int = 40) -> float:
     return curvature(problem, U[at], V[at])
 
 
-def descent(problem: Problem, U: Tensor, V: Tensor, eta: float, rounds: int) -> tuple[Tensor, Tensor]:
-    """The path of eqs. (8) and (9) written out, without noise and with K = 1: U [T+1, d, r] and V [T+1, n, r]."""
+def descent(
+    problem: Problem, U: Tensor, V: Tensor, eta: float, rounds: int, *, K: int = 1, p: float = 1.0,
+    took: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Paths of eqs. (8) and (9) written out, without noise: U [T+1, P, d, r] and V [T+1, P, n, r].
+
+    η_v = p η/K as in Theorem 1. `took` [T, P, n] says who takes part in each round of each path; if None there is one
+    path with everybody. A round with nobody changes nothing.
+    """
+    n = len(V)
+    took = torch.ones(rounds, 1, n, dtype=torch.bool) if took is None else took
+    U, V = (w.expand(took.shape[1], *w.shape) for w in (U, V))
     path_U, path_V = [U], [V]
-    for _ in range(rounds):
-        g_U, g_V = problem.gradients(U[None], V[None])
-        U, V = U - eta * g_U[0], V - eta * g_V[0]
+    for who in took:
+        g = problem.client_gradients(U, V)  # ∇f_i(U v_i)
+        trained, g_k = V, g
+        for k in range(K):
+            g_k = problem.client_gradients(U, trained) if k else g
+            trained = trained - p * eta / K * g_k @ U / n  # eq. (8)
+        count = who.sum(1).clamp_min(1)[:, None, None]
+        U = U - eta * (g * who[..., None]).transpose(1, 2) @ V / count  # eq. (9)
+        V = torch.where(who[..., None], trained, V)
         path_U.append(U)
         path_V.append(V)
     return torch.stack(path_U), torch.stack(path_V)
 
 
-def lipschitz(problem: Problem, rank: int, rounds: int) -> float:
+def lipschitz(problem: Problem, rank: int, rounds: int, seed: int = 0) -> float:
     """L for Theorem 1: `MARGIN` times the curvature on a pilot run's path, raised until a run's path stays under it.
 
     A pilot with a longer step may go further than the final run, so L can be more than `MARGIN` times what that sees.
 
     The path is eqs. (8) and (9) written out with K = 1, which is much quicker than the method and the same to rounding.
     """
-    start = start_of(PflMfAlgorithm1(rank=rank), problem)
+    start = start_of(PflMfAlgorithm1(rank=rank), problem, seed)
     L = MARGIN * curvature(problem, start[0][None], start[1][None])
     for _ in range(5):
         U, V = descent(problem, *start, 1 / (4 * L), rounds)
-        seen = MARGIN * visited(problem, U, V)
+        seen = MARGIN * visited(problem, U[:, 0], V[:, 0])
         if seen <= L:
             break
         L = seen

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedspan.methods.pfl_mf import PflMfAlgorithm1
 from fedspan.randomness import generator
-from fedspan.studies.theory.curvature import descent
+from fedspan.studies.theory.convergence.curvature import descent
 from fedspan.studies.theory.outcome import slope
 from fedspan.studies.theory.plain_rounds import start_of
 from fedspan.studies.theory.problem import Problem
@@ -51,7 +51,7 @@ def noisy(
     U, V = start_of(PflMfAlgorithm1(rank=rank), problem)
     if solved:
         path = descent(problem, U, V, 1 / (2 * L), 4000)
-        U, V = path[0][-1], path[1][-1]
+        U, V = path[0][-1, 0], path[1][-1, 0]
     Ts = [4**k for k in range(2, 20) if 4**k <= longest] or [longest]
     Ts = sorted({*Ts, *(2 * t for t in Ts if 2 * t <= longest)})
     pairs = [_average(problem, U, V, T, L, seeds, sigma) for T in Ts]

@@ -1,0 +1,230 @@
+"""Clients folded into the batch axis train as they do one after another, whatever model, loss and optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_fused import Idle, Tied, Twice
+from torch import Tensor, nn
+from torch.func import vmap
+
+from conftest import assert_close, make_data, make_task
+from fedspan import tree
+from fedspan.learn import folded
+from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.folded import folding
+from fedspan.learn.sgd import Loss, adamw, gradient_and_value, mean_gradient, sgd
+from fedspan.learn.task import Task
+from fedspan.randomness import key
+from fedspan.tree import Params, Tree
+
+CLIENTS = 4
+
+
+class Normed(nn.Module):
+    """Layer normalisation over two axes, and a head that sees several positions of an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(1, 4), nn.LayerNorm((5, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.up(x[..., None])).tanh()).mean(1)
+
+
+class Scaled(nn.Module):
+    """Parameters of its own beside its layers, and an embedding: units that are mapped by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.names, self.head = Block(), nn.Embedding(3, 6), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x) + self.names((x[:, 0] > 0).long()))
+
+
+class Block(nn.Module):
+    """A layer and a scale for its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(5, 6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh() * self.scale
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "twice": Twice,
+    "tied": Tied,
+    "idle": Idle,
+    "normed": Normed,
+    "scaled": Scaled,
+}
+
+
+def task_of(kind: str) -> Task:
+    torch.manual_seed(1)
+    return Task(MODELS[kind](), dtype=torch.float64) if kind in MODELS else make_task(kind)
+
+
+def setting(kind: str) -> tuple[Task, Tensor, Tensor, Tensor, Tree]:
+    """A task, examples, ragged index rows [C, K, B] in descending length, and another start for every client."""
+    task, data = task_of(kind), make_data("cnn" if kind == "cnn" else "mlp", clients=6)
+    rows = torch.full((CLIENTS, 4, 5), -1)
+    for c, n in enumerate((20, 12, 11, 3)):
+        rows[c].view(-1)[:n] = torch.arange(c, c + n)
+    torch.manual_seed(2)
+    starts = tree.stack([tree.map(lambda t: t + 0.1 * torch.randn_like(t), task.init()) for _ in range(CLIENTS)])
+    return task, data.x, data.y, rows, starts
+
+
+def both_ways(kind: str, train: Callable[[Task, Params, Batches], Any]) -> tuple[Any, Any]:
+    """What `train` gives folded, and one client after another."""
+    task, x, y, rows, starts = setting(kind)
+
+    def mapped(at: Tensor, start: Params, k: Tensor) -> Any:
+        return train(task, start, Batches(x, y, at, k, mapped=True))
+
+    keys = torch.stack([key(7, c) for c in range(CLIENTS)])
+    with folding(), torch.no_grad():
+        together = vmap(mapped)(rows, starts, keys)
+    alone = [train(task, tree.take(starts, c), Batches(x, y, rows[c], keys[c])) for c in range(CLIENTS)]
+    return together, tree.stack([tree.detach(a) for a in alone])
+
+
+def plain(task: Task) -> Loss:
+    return task.loss
+
+
+def decayed(task: Task) -> Loss:
+    return lambda p, b: task.loss(p, b) + 0.3 * tree.squared_norm(p)
+
+
+def called_twice(task: Task) -> Loss:
+    return lambda p, b: task.loss(p, b) + 0.1 * b.mean(task.predict(p, -b.x).square().sum(1))
+
+
+def own_teacher(task: Task) -> Loss:
+    def loss(p: Params, b: Batch) -> Tensor:
+        teacher = task.predict(tree.detach(p), b.x + 1).softmax(1)
+        return task.loss(p, b) + b.mean((task.output(p, b) - teacher).square().sum(1))
+
+    return loss
+
+
+def through_a_detached_weight(task: Task) -> Loss:
+    """The weight is also read, without a gradient, where gradients pass through."""
+
+    def loss(p: Params, b: Batch) -> Tensor:
+        names = [k for k in p if k.endswith("weight") and p[k].ndim == 2]
+        still = {k: v.detach() if k == names[0] else v for k, v in p.items()}
+        return task.loss(p, b) + task.loss(still, b)
+
+    return loss
+
+
+LOSSES: dict[str, Callable[[Task], Loss]] = {
+    "plain": plain,
+    "decayed": decayed,
+    "called-twice": called_twice,
+    "own-teacher": own_teacher,
+    "detached-weight": through_a_detached_weight,
+}
+KINDS = ["mlp", "dropout", "cnn", *MODELS]
+CASES = [(kind, "plain") for kind in KINDS] + [(kind, name) for name in list(LOSSES)[1:] for kind in ("mlp", "normed")]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{k}-{n}" for k, n in CASES])
+def test_plain_sgd(kind: str, name: str) -> None:
+    together, alone = both_ways(kind, lambda task, p, b: sgd(LOSSES[name](task), p, b, 0.2))
+    assert_close(together, alone)
+
+
+OPTIMIZERS: dict[str, Callable[[Task, Params, Batches], Tree]] = {
+    "momentum": lambda t, p, b: sgd(t.loss, p, b, 0.2, momentum=0.9),
+    "decay": lambda t, p, b: sgd(t.loss, p, b, 0.2, weight_decay=0.1),
+    "adamw": lambda t, p, b: adamw(t.loss, p, b, 0.05, weight_decay=0.1),
+    "prox": lambda t, p, b: sgd(t.loss, p, b, 0.2, prox={t.names[0]: lambda w: F.softshrink(w, 0.05)}),
+    "gradient": lambda t, p, b: dict(zip(("slope", "value"), gradient_and_value(t.loss, p, next(iter(b))))),
+    "mean-gradient": lambda t, p, b: mean_gradient(t.loss, p, b),
+}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "scaled"])
+@pytest.mark.parametrize("how", OPTIMIZERS)
+def test_optimisers_and_gradients(how: str, kind: str) -> None:
+    together, alone = both_ways(kind, OPTIMIZERS[how])
+    assert_close(together, alone)
+
+
+def test_a_body_that_all_clients_have_in_common() -> None:
+    task, x, y, rows, starts = setting("mlp")
+    common, heads = {k: v for k, v in task.init().items() if k not in task.head}, {k: starts[k] for k in task.head}
+
+    def train(at: Tensor, head: Params, mapped: bool) -> Tree:
+        return sgd(lambda h, b: task.loss(common | h, b), head, Batches(x, y, at, key(1), mapped=mapped), 0.2)
+
+    with folding(), torch.no_grad():
+        together = vmap(lambda at, h: train(at, h, True))(rows, heads)
+    assert_close(together, tree.stack([train(rows[c], tree.take(heads, c), False) for c in range(CLIENTS)]))
+
+
+def test_features_and_predictions() -> None:
+    def seen(task: Task, p: Params, b: Batches) -> Tree:
+        batch = next(iter(b))
+        features, output = task.features_and_output(p, batch)
+        only = batch.w[:, None]  # empty slots hold some example or other
+        return {
+            "f": (features * only).sum(0),
+            "o": (output * only).sum(0),
+            "p": (task.predict(p, batch.x) * only).sum(0),
+        }
+
+    assert_close(*both_ways("mlp", seen))
+
+
+def test_linear_layers_step_in_their_product_where_nothing_else_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[int] = []
+    mark = folded._mark_steps
+
+    def counted(*args: Any) -> set[int]:
+        found = mark(*args)
+        marked.append(len(found))
+        return found
+
+    monkeypatch.setattr(folded, "_mark_steps", counted)
+    expected = {("mlp", "plain"): 6, ("twice", "plain"): 2, ("tied", "plain"): 0, ("cnn", "plain"): 4}
+    expected |= {("mlp", "decayed"): 0, ("mlp", "called-twice"): 0, ("scaled", "plain"): 1}
+    for (kind, name), number in expected.items():
+        marked.clear()
+        both_ways(kind, lambda task, p, b, name=name: sgd(LOSSES[name](task), p, b, 0.2))
+        assert set(marked) == {number}, (kind, name)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("twice", "plain"), ("mlp", "called-twice"), ("mlp", "detached-weight")])
+def test_a_step_taken_too_early_is_caught(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faults that the rule about uses prevents: each makes the comparison above fail."""
+
+    def always(total: Tensor, leaves: list[Tensor], lr: float) -> set[int]:
+        at, stepped, stack, seen = {id(t): i for i, t in enumerate(leaves)}, set(), [total.grad_fn], set()
+        while stack:
+            node: Any = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for position, (child, _) in enumerate(node.next_functions):
+                i = at.get(id(getattr(child, "variable", None)))
+                if i is not None and hasattr(node, "steps"):
+                    node.steps[position] = lr
+                    stepped.add(i)
+                stack.append(child)
+        return stepped
+
+    monkeypatch.setattr(folded, "_mark_steps", always)
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_close(*both_ways(kind, lambda task, p, b: sgd(LOSSES[name](task), p, b, 0.2)))
