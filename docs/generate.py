@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 import re
+import statistics
 import sys
 import textwrap
 import tomllib
@@ -607,6 +608,151 @@ def attacks_page() -> str:
     return page("Dishonest clients", *parts)
 
 
+# ------------------------------------------------------------------------------------------------ natural federations
+
+# What was run for each comparison, beside its file.
+COMPARED = {
+    "heart": "--methods local,fedavg,fedavg-ft,fedavg-head,ditto,fedrep,fedper,apfl,pfl-mf --tune 8",
+    "heart-linear": "'model={kind = \"linear\"}' --methods local,fedavg,fedavg-ft,ditto,apfl,pfl-mf --tune 8",
+    "tcga-brca": "--methods local,fedavg,fedavg-ft,ditto,apfl,pfl-mf --tune 8",
+    "school": "--methods local,fedavg,fedavg-ft,pfl-mf,amht-lrs --tune 4 method.lr=log:1e-4:0.1",
+    "parkinsons": "--methods local,fedavg,fedavg-ft,ditto,pfl-mf --tune 4 --tune-seeds 3 method.lr=log:1e-4:3e-3",
+}
+CLEAR = 0.05  # Holm's p of Wilcoxon's test below which a difference is called clear
+
+
+def natural_page() -> str:
+    """The natural federations: their cards, and what methods reach on them, from the outcomes in docs/natural."""
+    intro = """\
+        Four federations whose clients really are somebody: hospitals, regions, schools, patients. Each is one
+        file in `experiments/natural`, run from its table as it is; tables are not part of the project
+        (`FEDSPAN_DATA` says where they lie). Every figure is the mean over clients of their test parts, then
+        over seeds; ± is the deviation over seeds, and accuracies are in percent. R2 and explained variance
+        below 0 are worse than a client's own mean. Learning rates were chosen on validation parts of
+        development seeds (column *seeds*), with the same number of trials for every row, by the measure that
+        the column *on validation* names; reported seeds are others. Such parts are small (of a Swiss hospital
+        six patients), so choices are noisy. Methods that treat a head apart are left out where the model is
+        linear, as the head is then all of it. Nothing but the learning rate was tuned. Paired tests take
+        clients and seeds as pairs and are corrected by Holm for the number of rows; clients of one run share
+        what they learnt, and where a split is given all seeds share the test rows, so p is a guide.
+
+        The outcomes are kept in `docs/natural`, written by `experiments/natural/run.py`; this page is written from
+        them."""
+    parts = [textwrap.dedent(intro).splitlines(), flamby_rows()]
+    for name, options in COMPARED.items():
+        parts.append(natural_federation(name, options))
+    return page("Natural federations", *parts)
+
+
+def flamby_rows() -> list[str]:
+    """FLamby's own rows beside its figures."""
+    rows = []
+    for row in _outcome("flamby")["rows"]:
+        mean, spread = statistics.fmean(row["values"]), statistics.stdev(row["values"])
+        theirs = f"{100 * row['published']:.1f}"
+        theirs += f" ± {100 * row['published_spread']:.1f}" if row["published_spread"] else ""
+        away = abs(mean - row["published"])
+        within = "yes" if away <= max(spread, row["published_spread"] or 0.0) else f"no, {100 * away:.1f} away"
+        ours = f"{100 * mean:.1f} ± {100 * spread:.1f}"
+        rows.append((row["federation"], row["row"], row["settings"], row["measure"], ours, theirs, within))
+    says = """\
+        FLamby (Ogier du Terrail et al., NeurIPS 2022) publishes rows for the first two. They are repeated here on its
+        splits with its linear models, one output and its losses, seeds 200 to 204, for the settings that its repository
+        has had. *Within* says whether the means differ by at most a deviation over seeds, the larger of ours and the
+        published one where that is known. What may differ: the draws, and that a round here begins a new pass over a
+        client's examples, where FLamby goes on with the last one. FedAdam's moments are not corrected, β₂ = 0.999."""
+    titles = ("federation", "row", "settings", "measure", "here", "published", "within")
+    return ["## FLamby's own rows", "", *textwrap.dedent(says).splitlines(), "", *table(titles, rows)]
+
+
+def natural_federation(name: str, options: str) -> list[str]:
+    """One federation: its card, and the comparison if it has been run."""
+    file = name.removesuffix("-linear")
+    text = (ROOT / "experiments" / "natural" / f"{file}.toml").read_text(encoding="utf-8")
+    card = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+    facts = re.split(r"\b(Who|What|Licence|Split|Published)(?: \(([^)]*)\))?: ", card)
+    rows: list[Iterable[str]] = [
+        (key.lower(), f"{source}: {said.strip()}" if source else said.strip())
+        for key, source, said in zip(facts[1::3], facts[2::3], facts[3::3], strict=True)
+    ]
+    lines = [f"## {name}", "", *table(("", ""), rows), ""]
+    if name != file:
+        lines = [f"## {name}", "", f"The same table as {file}, with FLamby's logistic regression as the model.", ""]
+    if not (DOCS / "natural" / f"{name}.json").is_file():
+        return [*lines, "Not compared yet."]
+    kept = _outcome(name)
+    seeds = f"seed={kept['seeds'][0]} --seeds {len(kept['seeds'])}"
+    command = f"fedspan compare experiments/natural/{file}.toml {options} {seeds} --out runs/natural/{name}"
+    lines += ["<!-- not run: minutes, and the table is needed -->"]
+    lines += ["```console", f"$ {command}", f"$ python experiments/natural/run.py keep runs/natural/{name}", "```", ""]
+    measures = kept["measures"]
+    titles = ["row", *(m["name"] for m in measures), *(f"{m['name']}, all examples together" for m in measures)]
+    rows = [
+        [f"`{row['label']}`"]
+        + [_spread(row[of][m["name"]], m["percent"]) for of in ("values", "pooled") for m in measures]
+        for row in kept["rows"]
+    ]
+    lines += [*table(titles, rows), "", *(f"* {_brings(kept, m)}" for m in measures), "", *_tests(kept)]
+    given = kept["given"]
+    lines += ["", "What each row was given (* marks the smallest or largest value tried):", ""]
+    return [*lines, *table(given["titles"], given["rows"]), *(f"\n{said}" for said in kept["left_out"])]
+
+
+def _brings(kept: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """What personal models bring by one measure, in words that follow from the figures."""
+    mean = {row["label"]: statistics.fmean(row["values"][first["name"]]) for row in kept["rows"]}
+    mean = dict(sorted(mean.items(), key=lambda item: item[1], reverse=first["higher"]))
+    named = lambda labels: ", ".join(f"`{label}`" for label in labels) or "none"
+    shown = lambda label: f"`{label}` ({_spread([mean[label]], first['percent'])})"
+    found, over = [f"By {first['name']} the first row is {shown(next(iter(mean)))}."], []
+    for base in ("local", "fedavg"):
+        those = [t for t in kept["paired"] if t["measure"] == first["name"] and t["against"] == base]
+        clear = [t for t in those if t["p_wilcoxon"] is not None and t["p_wilcoxon"] < CLEAR]
+        better = [t["label"] for t in clear if t["gain"] > 0]
+        worse = [t["label"] for t in clear if t["gain"] <= 0]
+        over.append({base, *better})
+        found.append(f"Against {shown(base)} clearly better: {named(better)}; clearly worse: {named(worse)}.")
+    both = [label for label in mean if all(label in those for those in over) and label not in ("local", "fedavg")]
+    found.append(
+        f"Personal models that are clearly better than both: {named(both)}."
+        if both
+        else "No personal model is clearly better than both: what personalisation brings here, if anything, is less"
+        " than these tests can tell."
+    )
+    controls = [label for label in mean if label in ("local", "fedavg", "fedavg-ft", "fedavg-head")]
+    if next(iter(mean)) in controls:
+        found.append("A control leads: a method made for personal models brings nothing here beyond it.")
+    return " ".join(found)
+
+
+def _tests(kept: Mapping[str, Any]) -> list[str]:
+    percent = {m["name"]: m["percent"] for m in kept["measures"]}
+    p = lambda value: "–" if value is None else f"{value:.3f}" if value >= 0.001 else "< 0.001"
+    rows = []
+    for t in kept["paired"]:
+        scaled = t["gain"] * (100 if percent[t["measure"]] else 1)
+        counts = f"{t['better']} / {t['clients'] - t['better'] - t['worse']} / {t['worse']}"
+        names = t["measure"], f"`{t['label']}`", f"`{t['against']}`"
+        rows.append((*names, f"{scaled:+.3g}", counts, p(t["p_sign"]), p(t["p_wilcoxon"])))
+    titles = ("measure", "row", "against", "mean gain", "better / equal / worse", "p (sign)", "p (Wilcoxon)")
+    return table(titles, rows)
+
+
+def _spread(values: Iterable[float | None], percent: bool) -> str:
+    known = [v * (100 if percent else 1) for v in values if v is not None]
+    if not known:
+        return "–"
+    text = f"{statistics.fmean(known):.1f}" if percent else f"{statistics.fmean(known):.4g}"
+    if len(known) < 2:
+        return text
+    return f"{text} ± {statistics.stdev(known):.1f}" if percent else f"{text} ± {statistics.stdev(known):.2g}"
+
+
+def _outcome(name: str) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((DOCS / "natural" / f"{name}.json").read_text(encoding="utf-8"))
+    return kept
+
+
 def python_page() -> str:
     """The public names of the package: `fedspan.__all__`."""
     import fedspan
@@ -636,6 +782,7 @@ def pages() -> Mapping[Path, str]:
         DOCS / "reference" / "python.md": python_page(),
         DOCS / "reference" / "equivalences.md": equivalences_page(),
         DOCS / "reference" / "conformance.md": conformance_page(),
+        DOCS / "explanation" / "natural-federations.md": natural_page(),
     }
 
 

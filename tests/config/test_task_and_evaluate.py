@@ -120,3 +120,13 @@ def test_a_server_stands_in_for_labels_of_any_shape() -> None:
     assert kind.label == (4,) and DataKind(**{**vars(kind), "label": [4], "shape": [4, 2]}) == kind
     assert stand_in(kind, 2, 0).y.shape[1:] == (4,) and int(stand_in(kind, 2, 0).y.max()) == 2
     assert "label" not in DataKind((3,), 2).facts() and kind.facts()["label"] == [4]
+
+
+@pytest.mark.parametrize(("kind", "meant"), [("regression", "number"), ("survival", "number"), ("auto", "auto")])
+def test_a_task_of_numbers_says_what_a_tables_target_is(kind: str, meant: str) -> None:
+    data = {"source": "t.csv", "client": "who", "target": "score"}
+    config = from_dict({"data": data, "task": {"kind": kind}})
+    assert config.data.table.target_type == meant
+    assert from_dict(config.to_dict()) == config
+    said = from_dict({"data": {**data, "target_type": "class"}, "task": {"kind": kind}})
+    assert said.data.table.target_type == "class", "what the file says stays"

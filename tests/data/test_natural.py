@@ -22,6 +22,21 @@ def test_a_card_and_a_configuration(file: Path) -> None:
     assert all(any(word in line for line in card) for word in ("Who:", "What:", "Licence:", "Published"))
 
 
+def test_what_is_predicted_and_measured() -> None:
+    found = {file.stem: load_config(file) for file in FILES}
+    assert {stem: config.evaluate.metrics for stem, config in found.items()} == {
+        "heart": ("accuracy", "roc_auc"),
+        "tcga-brca": ("concordance",),
+        "school": ("explained_variance", "rmse"),
+        "parkinsons": ("rmse", "r2"),
+        "shakespeare": (),
+    }
+    assert found["tcga-brca"].task.kind == "survival"
+    assert all(found[stem].data.table.target_type == "number" for stem in ("school", "parkinsons", "tcga-brca"))
+    lines = [line for line in FILES[0].read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert FILES[0].stem == "heart" and len(lines) <= 15
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda p: p.stem)
 def test_the_table_as_it_is(file: Path) -> None:
     config, root = load_config(file), os.environ.get("FEDSPAN_DATA")

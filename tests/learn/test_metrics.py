@@ -53,6 +53,15 @@ def test_classes_as_scikit_learn_has_them() -> None:
         assert METRICS[f"{name}_macro"](y, p) == pytest.approx(want, abs=1e-12)
 
 
+def test_one_label_alone_is_judged_as_two_classes_are() -> None:
+    y, p = RNG.integers(0, 2, 40).astype(np.float32), RNG.random(40)
+    for name in ("roc_auc", "accuracy", "f1"):
+        both = METRICS[name](y.astype(np.int64), np.stack([1 - p, p], 1))
+        assert METRICS[name](y, p) == pytest.approx(both, abs=1e-12), name
+        if name != "f1":
+            assert METRICS[name](y[:, None], p[:, None]) == pytest.approx(both, abs=1e-12), name
+
+
 def test_several_labels_as_scikit_learn_has_them() -> None:
     y, p = RNG.integers(0, 2, (50, 4)), RNG.random((50, 4))
     assert METRICS["roc_auc"](y, p) == pytest.approx(sk.roc_auc_score(y, p, average="macro"), abs=1e-12)

@@ -35,6 +35,9 @@ from fedspan.storage.toml import checked, parse_toml, plain, read_small, short, 
 _EXAMPLES = {"digits": 1_797, "mnist": 70_000, "fashion-mnist": 70_000, "cifar10": 60_000, "cifar100": 60_000}
 _EXAMPLES |= {"svhn": 99_289, "tiny-imagenet": 110_000}
 
+# Kinds of tasks whose targets are numbers in a table too, whole ones as well.
+_NUMBERS = ("regression", "multi-label", "survival")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -192,6 +195,8 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         values["partition"] = {"kind": "natural", "min_samples": 1, **values["partition"]}
     elif not values["partition"]:
         values["partition"] = {"clients": 10}
+    if values["task"].get("kind") in _NUMBERS and "target" in values["data"]:
+        values["data"] = {"target_type": "number", **values["data"]}
     return RunConfig(
         **{k: values[k] for k in ("name", "seed", "rounds", "method", "methods") if k in values},
         data=build(DataConfig, values["data"], "Data"),

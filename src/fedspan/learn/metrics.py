@@ -94,7 +94,7 @@ def _need_two_classes(y: Array) -> None:
 
 def _predicted(y: Array, p: Array) -> Array:
     """The label of each example, or each of its labels."""
-    found: Array = (p > 0.5).astype(np.int64) if y.ndim > 1 else p.argmax(1)
+    found: Array = (p > 0.5).astype(np.int64) if p.ndim == y.ndim else p.argmax(1)
     return found
 
 
@@ -112,6 +112,8 @@ def _of_scores(name: str, y: Array, p: Array, *, average: str = "macro") -> floa
     With all classes present it is scikit-learn's one-versus-rest average.
     """
     function, y = _sklearn(name), y.astype(np.int64)
+    if p.ndim == 1:  # one label alone
+        y, p = y[:, None], p[:, None]
     if y.ndim == 1 and p.shape[1] == 2:
         _need_two_classes(y)
         return float(function(y, p[:, 1]))
