@@ -617,7 +617,7 @@ COMPARED = {
     "tcga-brca": "--methods local,fedavg,fedavg-ft,ditto,apfl,pfl-mf --tune 8",
     "school": "--methods local,fedavg,fedavg-ft,pfl-mf,amht-lrs --tune 4 method.lr=log:1e-4:0.1",
     "parkinsons": "--methods local,fedavg,fedavg-ft,ditto,pfl-mf --tune 4 --tune-seeds 3 method.lr=log:1e-4:3e-3",
-    "shakespeare": "",
+    "shakespeare": "--methods local,fedavg,fedavg-ft,fedavg-head,fedper,pfl-mf --tune 4 method.lr=log:0.03:3",
 }
 # What the figures alone do not say.
 CAVEATS = {
@@ -635,8 +635,8 @@ CLEAR = 0.05  # Holm's p of Wilcoxon's test below which a difference is called c
 def natural_page() -> str:
     """The natural federations: their cards, and what methods reach on them, from the outcomes in docs/natural."""
     intro = """\
-        Five federations whose clients really are somebody: hospitals, regions, schools, patients, roles. Each
-        is one file in `experiments/natural`, run from its table as it is; tables are not part of the project
+        Five federations whose clients really are somebody: hospitals, regions, schools, patients, roles of plays.
+        Each is one file in `experiments/natural`, run from its data as they are; they are not part of the project
         (`FEDSPAN_DATA` says where they lie). Every figure is the mean over clients of their test parts, then
         over seeds; ± is the deviation over seeds, and accuracies are in percent. R2 and explained variance
         below 0 are worse than a client's own mean. Learning rates were chosen on validation parts of

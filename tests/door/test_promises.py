@@ -262,7 +262,7 @@ class Unlucky(Plain):
         (
             AsksForNumbers,
             "mappings",
-            "mapped over clients it must compute what it computes one after another. Got",
+            "mapped over clients it must compute what it computes one after another (vmap). Got",
         ),
         (Draws, "pure", "the same inputs must give the same answer. '1/mean/theta/0.weight' differs by"),
         (Remembers, "resume", "a run that goes on from its checkpoint must equal one that was never interrupted"),
