@@ -283,3 +283,14 @@ def test_the_alarm_survives_a_resume_and_sleeps_in_the_first_rounds(tmp_path: Pa
         run(Growing(), tmp_path / "a", rounds=30)
     assert run(Growing(quiet=0), rounds=9).rounds == 9
     assert run(Growing(quiet=0, factor=1.4), rounds=10).rounds == 10  # 29 times the start
+
+
+def test_a_matrix_that_cannot_be_decomposed_is_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decompose(self: Method, server: Tree, round: Round) -> Tree:
+        torch.linalg.cholesky(-torch.eye(2))
+        return server
+
+    monkeypatch.setattr(METHODS["fedavg"], "server_update", decompose)
+    sim = Simulation(make("fedavg"), make_task(), make_data(), rounds=1, settings=Settings(workers=1, dtype="float64"))
+    with pytest.raises(Divergence, match="cannot decompose what it received in round 1; use a smaller lr"):
+        sim.run()

@@ -371,7 +371,12 @@ def advance(method: Method, server: Tree, t: int, got: Collected, *, sizes: Inde
         totals=got.mean.totals,
     )
     given = Unchanged(server=server, mean=told.mean, each=told.each)
-    new = check_server(method, server, method.server_update(server, told), t)
+    try:
+        made = method.server_update(server, told)
+    except torch.linalg.LinAlgError as e:  # type: ignore[attr-defined]  # what overflowed has no singular values
+        who = type(method).__name__
+        raise Divergence(f"{who}: the server cannot decompose what it received in round {t}; use a smaller lr.") from e
+    new = check_server(method, server, made, t)
     given.check(method, "server_update", t)
     return new
 
