@@ -111,7 +111,8 @@ def test_spawned_workers_give_the_bits_of_forks_and_of_one_process_even_when_kil
     killed: list[int] = []
 
     def kill(line: dict[str, Any]) -> None:
-        victim = psutil.Process().children()[0]
+        workers = [p for p in psutil.Process().children() if "spawned_workers" in " ".join(p.cmdline())]
+        victim = workers[0]  # a test before this one may have left other children
         victim.kill()
         killed.append(victim.pid)
 

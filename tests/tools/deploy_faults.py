@@ -331,7 +331,15 @@ def _ends_by_itself(f: Federation) -> bool:
 
 def superlink() -> bool:
     """Kill -9 the SuperLink; the next one ends what it has left, and without a next one that ends by itself."""
-    return _resumed(lambda f: os.kill(_pid(f), signal.SIGKILL))
+
+    def kill(f: Federation) -> None:
+        pid = _pid(f)
+        os.kill(pid, signal.SIGKILL)
+        end = time.monotonic() + 10
+        while any(e["pid"] == pid for e in processes.running(f.server.folder)) and time.monotonic() < end:
+            time.sleep(0.01)  # a killed process takes a moment to end
+
+    return _resumed(kill)
 
 
 def serverapp() -> bool:
