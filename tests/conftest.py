@@ -190,6 +190,15 @@ SLOW |= {
     "test_reference",
     "test_resume_environment",
 }
+SLOW |= {"test_measures", "test_protocols", "test_attacks", "test_disclosure", "test_tables_deployed", "test_tasks"}
+SLOW |= {
+    "test_client_objects",
+    "test_transforms",
+    "test_defence",
+    "test_tuning",
+    "test_deployed_warnings",
+    "test_folded",
+}
 """Files that start processes or train for seconds: `make quick` leaves them out."""
 
 
