@@ -24,6 +24,8 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 
+from fedspan.learn.losses import outputs_of
+
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
 _FIRST: ContextVar[int | None] = ContextVar("first", default=None)
 
@@ -135,7 +137,8 @@ class _Unit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         given = {k[len(self.prefix) :]: v for k, v in self.now.params.items() if k.startswith(self.prefix)}
         if not self.apart and not any(batched for _, batched in given.values()):
-            return _result(functional_call(self.layer, {k: v for k, (v, _) in given.items()}, (x,)))
+            out: Tensor = functional_call(self.layer, {k: v for k, (v, _) in given.items()}, (x,))
+            return out
         return _RUN.get(type(self.layer), _Unit._mapped)(self, x, given)
 
     def _apart(self, x: Tensor) -> Tensor:
@@ -238,7 +241,7 @@ class Folded:
             self.now.clients, self.now.params = now, held
             inputs = inputs[:now].flatten(0, 1)
             try:
-                out, seen = run_watched(self.module, layer, lambda: _result(self.module(inputs)))
+                out, seen = run_watched(self.module, layer, lambda: outputs_of(self.module(inputs)))
             finally:
                 self.now.params = {}
             out = _filled(out.reshape(now, -1, *out.shape[1:]), clients)
@@ -257,13 +260,6 @@ def run_watched(module: nn.Module, layer: str | None, run: Callable[[], Tensor])
     finally:
         handle.remove()
     return out, seen[-1]
-
-
-def _result(out: Any) -> Tensor:
-    found = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"the model returned {type(out).__name__}")
-    return found
 
 
 def fold(module: nn.Module, keyed: type[nn.Module]) -> Folded | None:

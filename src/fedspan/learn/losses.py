@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -183,3 +183,20 @@ def cox_loss(output: Tensor, y: Tensor, mask: Tensor | None = None, ties: Ties =
     total = torch.where(event, total, torch.ones_like(total))
     terms = torch.where(event, total.log() + top - s, torch.zeros_like(s))
     return terms.sum() / live.sum().clamp_min(1)
+
+
+def outputs_of(result: Any) -> Tensor:
+    """The tensor of outputs that a model returned, itself or as `logits` of an output object.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if isinstance(result, Tensor):
+        return result
+    found = getattr(result, "logits", None)
+    if isinstance(found, Tensor):
+        return found
+    raise ConfigError(
+        f"Task: the model must return a tensor, or an object whose 'logits' is one. Got {type(result).__name__};"
+        " wrap the model in a module that returns its outputs."
+    )

@@ -29,6 +29,7 @@ from fedspan.learn.losses import (
     classes_first,
     cox_loss,
     label_loss,
+    outputs_of,
     squared_error,
     tag_accuracy,
     tag_loss,
@@ -551,20 +552,3 @@ def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(x, dict):
         return (), x
     return (x if isinstance(x, tuple) else (x,)), {}
-
-
-def outputs_of(result: Any) -> Tensor:
-    """The tensor of outputs that a model returned, itself or as `logits` of an output object.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    if isinstance(result, Tensor):
-        return result
-    found = getattr(result, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    raise ConfigError(
-        f"Task: the model must return a tensor, or an object whose 'logits' is one. Got {type(result).__name__};"
-        " wrap the model in a module that returns its outputs."
-    )
