@@ -139,8 +139,15 @@ KINDS = ["mlp", "dropout", "cnn", *MODELS]
 CASES = [(kind, "plain") for kind in KINDS] + [(kind, name) for name in list(LOSSES)[1:] for kind in ("mlp", "normed")]
 
 
+@pytest.fixture(params=["slots", "packed"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small models keep empty slots; with calls that cost nothing they are left out, as in larger models."""
+    monkeypatch.setattr(folded, "_CALL", 0 if request.param == "packed" else 10**12)
+    return str(request.param)
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{k}-{n}" for k, n in CASES])
-def test_plain_sgd(kind: str, name: str) -> None:
+def test_plain_sgd(kind: str, name: str, layout: str) -> None:
     together, alone = both_ways(kind, lambda task, p, b: sgd(LOSSES[name](task), p, b, 0.2))
     assert_close(together, alone)
 
@@ -157,9 +164,23 @@ OPTIMIZERS: dict[str, Callable[[Task, Params, Batches], Tree]] = {
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "scaled"])
 @pytest.mark.parametrize("how", OPTIMIZERS)
-def test_optimisers_and_gradients(how: str, kind: str) -> None:
+def test_optimisers_and_gradients(how: str, kind: str, layout: str) -> None:
     together, alone = both_ways(kind, OPTIMIZERS[how])
     assert_close(together, alone)
+
+
+@pytest.mark.parametrize("part", ["client", "_slots", "_row_of"])
+def test_rows_of_other_clients_are_caught(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "_CALL", 0)
+    right = getattr(folded.Layout, part).func
+    monkeypatch.setattr(folded.Layout, part, property(lambda layout: right(layout).roll(1)))
+    with pytest.raises(AssertionError):
+        assert_close(*both_ways("normed" if part == "client" else "scaled", lambda t, p, b: sgd(t.loss, p, b, 0.2)))
+
+
+def test_segments_are_runs_of_equal_counts() -> None:
+    found = folded.Layout([4, 4, 0, 4, 2, 2, 0], 4, packed=True).segments
+    assert [tuple(s) for s in found] == [(0, 2, 0, 4), (3, 1, 8, 4), (4, 2, 12, 2)]
 
 
 def test_a_body_that_all_clients_have_in_common() -> None:

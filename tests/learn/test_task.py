@@ -401,7 +401,7 @@ def test_a_loss_of_batches_runs_in_the_loop_and_is_the_loss_it_is() -> None:
     sims = [Simulation(FedAvg(lr=0.1), t, make_data(), rounds=2, settings=settings) for t in (task, each)]
     for sim in sims:
         sim.run()
-    assert [sim.mapping for sim in sims] == ["loop", "vmap"]
+    assert [sim.mapping for sim in sims] == ["loop", "folded"]
     assert_close(*(sim.record.server for sim in sims))  # a mean over examples is the one loss both kinds can say
     assert task.converted(lambda m: m).unmappable() == task.unmappable() != []
     with pytest.raises(ConfigError, match=r"loss_of='batch'\) cannot be computed for many clients at once"):

@@ -279,7 +279,7 @@ def test_bad_rounds_are_refused(rounds: Any) -> None:
 
 
 def test_mapping_and_chunks_follow_a_rule() -> None:
-    assert choose_mapping(make_task(), "auto", 100) == "vmap"
+    assert choose_mapping(make_task(), "auto", 100) == "folded"
     assert choose_mapping(make_task("batchnorm"), "auto", 1) == "loop"
     assert choose_mapping(make_task("cnn"), "loop", 1) == "loop"
     assert chunk_size("vmap", 100, 1000, 7) == chunk_size("loop", 5, 10, 7) == 7

@@ -14,20 +14,24 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _functorch as functorch
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as mapped_by_hand
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 
 from fedspan.learn.losses import outputs_of
+from fedspan.learn.products import subtract_product, times
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
-_FIRST: ContextVar[int | None] = ContextVar("first", default=None)
+
+_CALL = 100_000
+"""Multiplications that take as long as asking for one more product."""
 
 
 @contextmanager
@@ -45,27 +49,6 @@ def is_folding() -> bool:
     return _FOLDING.get() and functorch.get_dynamic_layer_stack_depth() == 1
 
 
-@contextmanager
-def only_first(clients: int | None) -> Iterator[None]:
-    """Compute models for the first so many clients alone: the others have no example left, and outputs of zero."""
-    token = _FIRST.set(clients)
-    try:
-        yield
-    finally:
-        _FIRST.reset(token)
-
-
-def clients_left(rows: Tensor) -> list[int]:
-    """For each minibatch [C, K, B] of indices, wrapped, up to which client there is any example."""
-    inner, batched = unwrapped(rows)
-    if not batched:
-        return [0] * rows.shape[0]
-    live = (inner >= 0).any(2)
-    order = torch.arange(1, len(live) + 1, device=live.device)
-    result: list[int] = (live * order[:, None]).amax(0).tolist()
-    return result
-
-
 def unwrapped(t: Tensor) -> tuple[Tensor, bool]:
     """A tensor without vmap's wrapper, clients first, and whether it has a client axis at all."""
     inner, at = functorch._unwrap_batched(t, functorch.current_level())
@@ -74,55 +57,185 @@ def unwrapped(t: Tensor) -> tuple[Tensor, bool]:
     return (inner if at == 0 else inner.movedim(at, 0)), True
 
 
+def is_mapped(t: Any) -> bool:
+    """Whether it is a tensor with a client axis."""
+    return isinstance(t, Tensor) and unwrapped(t)[1]
+
+
 def wrapped(t: Tensor) -> Tensor:
     """A tensor whose first axis is the clients', as vmap hands it to a function of one client."""
     result: Tensor = functorch._add_batch_dim(t, 0, functorch.current_level())
     return result
 
 
+# ---------------------------------------------------------------------------------------------------- rows
+
+
+class Segment(NamedTuple):
+    """Clients next to one another that have equally many rows."""
+
+    client: int
+    clients: int
+    row: int
+    rows: int
+
+    @property
+    def whose(self) -> slice | int:
+        """Their places among the clients."""
+        return self.client if self.clients == 1 else slice(self.client, self.client + self.clients)
+
+    def of(self, t: Tensor, per: int) -> Tensor:
+        """Their part of a tensor with `per` entries for each row: [clients, rows, …]; for one client [rows, …]."""
+        part = t[self.row * per : (self.row + self.clients * self.rows) * per]
+        return part if self.clients == 1 else part.view(self.clients, self.rows * per, *t.shape[1:])
+
+
+class Layout:
+    """How the examples of all clients lie in one batch: client after client, as many rows for each as `counts` says."""
+
+    def __init__(self, counts: Sequence[int], width: int, packed: bool) -> None:
+        self.counts, self.width, self.packed = counts, width, packed
+        self.clients, self.rows = len(counts), sum(counts)
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """Runs of clients with equally many rows, those without any left out."""
+        found: list[Segment] = []
+        row = 0
+        for c, n in enumerate(self.counts):
+            last = found[-1] if found else None
+            if last is not None and last.rows == n and last.client + last.clients == c:
+                found[-1] = last._replace(clients=last.clients + 1)
+            elif n:
+                found.append(Segment(c, 1, row, n))
+            row += n
+        return found
+
+    @cached_property
+    def client(self) -> Tensor:
+        """The client of each row."""
+        return torch.arange(self.clients).repeat_interleave(torch.tensor(self.counts))
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """For each row its slot among [clients × width]."""
+        within = torch.arange(self.width).repeat(self.clients).view(self.clients, -1)
+        return (within < torch.tensor(self.counts)[:, None]).view(-1).nonzero().view(-1)
+
+    @cached_property
+    def _row_of(self) -> Tensor:
+        """For each slot its row; one without an example has the first, so that what is computed there is finite."""
+        return torch.zeros(self.clients * self.width, dtype=torch.int64).index_copy(
+            0, self._slots, torch.arange(self.rows)
+        )
+
+    def take(self, slots: Tensor) -> Tensor:
+        """Rows [rows, …] of what lies in slots [clients, width, …]."""
+        if self.packed:
+            return slots.flatten(0, 1).index_select(0, self._slots)
+        return slots[: self.rows // self.width].flatten(0, 1)
+
+    def put(self, rows: Tensor) -> Tensor:
+        """Slots [clients, width, …] of rows; those without an example hold some other one's."""
+        if self.packed:
+            return rows.index_select(0, self._row_of).view(self.clients, self.width, *rows.shape[1:])
+        found = rows.reshape(-1, self.width, *rows.shape[1:])
+        missing = self.clients - len(found)
+        return found if not missing else torch.cat([found, found[:1].detach().expand(missing, *found.shape[1:])])
+
+
+class Rows:
+    """One minibatch of all clients, `x` and `y` as a function of one client has them, and how full each client's is."""
+
+    def __init__(self, x: Tensor, y: Tensor, counts: Sequence[int]) -> None:
+        self.x, self.y, self.counts = x, y, counts
+        self.width = x.shape[0]
+        left = max((c + 1 for c, n in enumerate(counts) if n), default=1)
+        self._full = Layout([self.width] * left + [0] * (len(counts) - left), self.width, packed=False)
+
+    @property
+    def all_live(self) -> bool:
+        """Whether every client has an example."""
+        return min(self.counts) > 0
+
+    def layout(self, parameters: int, layers: int) -> Layout:
+        """With empty slots, or without them where a model is so large that more products cost less than empty rows."""
+        packed = self._packed
+        more = (len(packed.segments) - 1) * layers
+        return packed if (self._full.rows - packed.rows) * parameters > more * _CALL and packed.rows else self._full
+
+    @cached_property
+    def _packed(self) -> Layout:
+        return Layout(self.counts, self.width, packed=True)
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        return torch.tensor([1.0 / max(1, n) for n in self.counts], dtype=torch.float64)
+
+    def means(self, values: Tensor, layout: Layout) -> Tensor:
+        """Mean over each client's examples of values of the rows of a layout; 0 where there is none."""
+        client, share = layout.client, self._shares.to(values.dtype)
+        if not layout.packed:
+            at = torch.arange(layout.rows) % self.width
+            values = torch.where(at < torch.tensor(self.counts).index_select(0, client), values, 0.0)
+        return values.new_zeros(layout.clients).index_add(0, client, values) * share
+
+
 # ---------------------------------------------------------------------------------------------------- layers
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b for the first clients: x [c, B, in], W [C, out, in], b [C, out], c ≤ C.
+    """x Wᵀ + b, each row of x [rows, in] with the weight and bias of its client: W [C, out, in], b [C, out].
 
     `steps` are set before the backward pass: learning rates of the weight (1) and the bias (2), where they step here.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.steps = {}
-        across = weight[: len(x)].transpose(1, 2)
-        return torch.bmm(x, across) if bias is None else torch.baddbmm(bias[: len(x), None], x, across)
+        ctx.steps, ctx.layout, per = {}, layout, len(x) // layout.rows
+        out = x.new_empty(len(x), weight.shape[1])
+        for s in layout.segments:
+            y = s.of(out, per)
+            times(s.of(x, per), weight[s.whose].mT, y)
+            if bias is not None:
+                y += bias[s.whose].unsqueeze(-2)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (g,) = grads
         x, weight, bias = ctx.saved_tensors
-        first = weight.detach()[: len(x)]
-        before = torch.bmm(g, first) if ctx.needs_input_grad[0] else None  # with the weights of the forward pass
+        g, weight, per = grads[0].contiguous(), weight.detach(), len(x) // ctx.layout.rows
+        before = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         by_weight = by_bias = None
-        if 1 in ctx.steps:
-            first.baddbmm_(g.transpose(1, 2), x, alpha=-ctx.steps[1])
-        elif ctx.needs_input_grad[1]:
-            by_weight = _filled(torch.bmm(g.transpose(1, 2), x), len(weight))
-        if bias is not None and 2 in ctx.steps:
-            bias.detach()[: len(x)].sub_(g.sum(1), alpha=ctx.steps[2])
-        elif bias is not None and ctx.needs_input_grad[2]:
-            by_bias = _filled(g.sum(1), len(bias))
-        return before, by_weight, by_bias
+        if 1 not in ctx.steps and ctx.needs_input_grad[1]:
+            by_weight = _for_all(weight, ctx.layout)
+        if bias is not None and 2 not in ctx.steps and ctx.needs_input_grad[2]:
+            by_bias = _for_all(bias.detach(), ctx.layout)
+        for s in ctx.layout.segments:
+            mine, given, w = s.of(g, per), s.of(x, per), weight[s.whose]
+            if before is not None:  # with the weights of the forward pass
+                times(mine, w, s.of(before, per))
+            if 1 in ctx.steps:
+                subtract_product(w, mine.mT, given, ctx.steps[1])
+            elif by_weight is not None:
+                times(mine.mT, given, by_weight[s.whose])
+            if bias is not None and 2 in ctx.steps:
+                bias.detach()[s.whose].sub_(mine.sum(-2), alpha=ctx.steps[2])
+            elif by_bias is not None:
+                torch.sum(mine, -2, out=by_bias[s.whose])
+        return before, by_weight, by_bias, None
 
 
-def _filled(t: Tensor, clients: int) -> Tensor:
-    """A tensor of the first clients with zeros for the others."""
-    return t if len(t) == clients else torch.cat([t, t.new_zeros(clients - len(t), *t.shape[1:])])
+def _for_all(like: Tensor, layout: Layout) -> Tensor:
+    """Room for a gradient of every client; zeros where one of them has no row."""
+    return torch.empty_like(like) if all(layout.counts) else torch.zeros_like(like)
 
 
 class _Pass:
-    """One forward pass in the making: how many clients there are, and the parameters by name."""
+    """One forward pass in the making: how the rows lie, and the parameters by name."""
 
-    clients: int
+    layout: Layout
     params: dict[str, tuple[Tensor, bool]]
 
 
@@ -141,55 +254,52 @@ class _Unit(nn.Module):
             return out
         return _RUN.get(type(self.layer), _Unit._mapped)(self, x, given)
 
-    def _apart(self, x: Tensor) -> Tensor:
-        return x.reshape(self.now.clients, -1, *x.shape[1:])
-
     def _all(self, given: Mapping[str, tuple[Tensor, bool]], name: str) -> Tensor | None:
         """A parameter of every client; what all have in common is repeated."""
         fixed: Tensor | None = getattr(self.layer, name)
         if fixed is None:
             return None
         value, batched = given.get(name, (fixed, False))
-        return value[: self.now.clients] if batched else value.expand(self.now.clients, *value.shape)
+        return value if batched else value.expand(self.now.layout.clients, *value.shape)
 
     def _mapped(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
-        values = {k: v[: self.now.clients] if batched else v for k, (v, batched) in given.items()}
         dims = {k: 0 if batched else None for k, (_, batched) in given.items()}
         one = vmap(lambda p, a: functional_call(self.layer, p, (a,)), in_dims=(dims, 0))
-        out: Tensor = one(values, self._apart(x))
-        return out.flatten(0, 1)
+        out: Tensor = one({k: v for k, (v, _) in given.items()}, self.now.layout.put(x))
+        return self.now.layout.take(out)
 
     def _linear(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
         if any(not batched for _, batched in given.values()) or len(given) < (1 if self.layer.bias is None else 2):
             return self._mapped(x, given)
         weight, bias = given["weight"][0], given["bias"][0] if "bias" in given else None
-        rows = x.reshape(self.now.clients, -1, x.shape[-1])
-        out: Tensor = _Product.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
-        return out.reshape(*x.shape[:-1], weight.shape[1])
+        rows = x.reshape(-1, x.shape[-1])
+        out: Tensor = _Product.apply(rows, weight, bias, self.now.layout)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], weight.shape[1])
 
     def _convolution(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
         weight, bias = self._all(given, "weight"), self._all(given, "bias")
         assert weight is not None and isinstance(self.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        biases: Sequence[Tensor | None] = [None] * self.now.clients if bias is None else bias.unbind(0)
-        parts = zip(self._apart(x).unbind(0), weight.unbind(0), biases)
-        return torch.cat([self.layer._conv_forward(a, w, b) for a, w, b in parts])
+        counts = self.now.layout.counts
+        biases: Sequence[Tensor | None] = [None] * len(counts) if bias is None else bias.unbind(0)
+        parts = zip(x.split(list(counts)), weight.unbind(0), biases)
+        return torch.cat([self.layer._conv_forward(a, w, b) for a, w, b in parts if len(a)])
 
     def _normalised(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
         if isinstance(self.layer, nn.GroupNorm):
             y = F.group_norm(x, self.layer.num_groups, None, None, self.layer.eps)
-            shape: tuple[int, ...] = (self.now.clients, 1, -1, *(1,) * (x.ndim - 2))
+            shape: tuple[int, ...] = (len(x), -1, *(1,) * (x.ndim - 2))
         else:
             assert isinstance(self.layer, nn.LayerNorm)
             y = F.layer_norm(x, self.layer.normalized_shape, None, None, self.layer.eps)
             inner = self.layer.normalized_shape
-            shape = (self.now.clients, *(1,) * (x.ndim - len(inner)), *inner)
+            shape = (len(x), *(1,) * (x.ndim - 1 - len(inner)), *inner)
+        client = self.now.layout.client
         weight, bias = self._all(given, "weight"), self._all(given, "bias")
-        y = self._apart(y)
         if weight is not None:
-            y = y * weight.reshape(shape)
+            y = y * weight.index_select(0, client).reshape(shape)
         if bias is not None:
-            y = y + bias.reshape(shape)
-        return y.flatten(0, 1)
+            y = y + bias.index_select(0, client).reshape(shape)
+        return y
 
 
 Run: TypeAlias = Callable[[_Unit, Tensor, Mapping[str, tuple[Tensor, bool]]], Tensor]
@@ -213,6 +323,8 @@ class Folded:
     def __init__(self, module: nn.Module, keyed: type[nn.Module]) -> None:
         self.now = _Pass()
         self.module = self._replaced(copy.deepcopy(module), "", keyed)
+        self.parameters = sum(p.numel() for p in module.parameters())
+        self.units = sum(isinstance(m, _Unit) for m in self.module.modules())
 
     def _replaced(self, module: nn.Module, prefix: str, keyed: type[nn.Module]) -> nn.Module:
         if isinstance(module, keyed) or next(module.parameters(recurse=False), None) is not None:
@@ -233,20 +345,31 @@ class Folded:
         sizes = [v.shape[0] for v, own in [*held.values(), (inputs, batched)] if own]
         if not sizes:
             return None
-        clients, first = sizes[0], _FIRST.get()
-        with temporarily_pop_interpreter_stack():
+        with mapped_by_hand():
             if not batched:
-                inputs = inputs.expand(clients, *inputs.shape)
-            now = clients if first is None else max(1, first)
-            self.now.clients, self.now.params = now, held
-            inputs = inputs[:now].flatten(0, 1)
-            try:
-                out, seen = run_watched(self.module, layer, lambda: outputs_of(self.module(inputs)))
-            finally:
-                self.now.params = {}
-            out = _filled(out.reshape(now, -1, *out.shape[1:]), clients)
-            seen = None if seen is None else _filled(seen.reshape(now, -1, *seen.shape[1:]), clients)
+                inputs = inputs.expand(sizes[0], *inputs.shape)
+            layout = Layout([inputs.shape[1]] * sizes[0], inputs.shape[1], packed=False)
+            out, seen = self._run(held, inputs.flatten(0, 1), layout, layer)
+            out, seen = layout.put(out), None if seen is None else layout.put(seen)
         return wrapped(out), None if seen is None else wrapped(seen)
+
+    def of_rows(self, params: Mapping[str, Tensor], rows: Rows, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Each client's mean of `loss(outputs, labels)`, one value per example, over its examples of a minibatch."""
+        held, (x, _), (y, _) = {k: unwrapped(v) for k, v in params.items()}, unwrapped(rows.x), unwrapped(rows.y)
+        with mapped_by_hand():
+            layout = rows.layout(self.parameters, self.units)
+            out, _ = self._run(held, layout.take(x), layout, None)
+            means = rows.means(loss(out, layout.take(y)), layout)
+        return wrapped(means)
+
+    def _run(
+        self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: Layout, layer: str | None
+    ) -> tuple[Tensor, Tensor | None]:
+        self.now.layout, self.now.params = layout, held
+        try:
+            return run_watched(self.module, layer, lambda: outputs_of(self.module(x)))
+        finally:
+            self.now.params = {}
 
 
 def run_watched(module: nn.Module, layer: str | None, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -260,6 +383,12 @@ def run_watched(module: nn.Module, layer: str | None, run: Callable[[], Tensor])
     finally:
         handle.remove()
     return out, seen[-1]
+
+
+def has_folded_form(module: nn.Module) -> bool:
+    """Whether all that has parameters is a linear or normalising layer, for which folding wins."""
+    with_parameters = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
+    return all(type(m) in (nn.Linear, nn.LayerNorm, nn.GroupNorm) for m in with_parameters)
 
 
 def fold(module: nn.Module, keyed: type[nn.Module]) -> Folded | None:
@@ -288,14 +417,14 @@ class Leaves:
     def __init__(self, params: Sequence[Tensor]) -> None:
         inner = [unwrapped(p) for p in params]
         assert all(batched for _, batched in inner)
-        with temporarily_pop_interpreter_stack():
+        with mapped_by_hand():
             self.leaves = [t.detach().requires_grad_() for t, _ in inner]
         self.given = [wrapped(t) for t in self.leaves]
 
     def gradients(self, values: Tensor, lr: float | None = None) -> list[Tensor | None]:
         """∂/∂params of each client's value, wrapped; with `lr`, None for those that took their SGD step already."""
         inner, _ = unwrapped(values)
-        with temporarily_pop_interpreter_stack(), torch.enable_grad():
+        with mapped_by_hand(), torch.enable_grad():
             total = inner.sum()
             if not total.requires_grad:
                 found: list[Tensor | None] = [None] * len(self.leaves)

@@ -11,7 +11,7 @@ from torch.func import grad, grad_and_value
 
 from fedspan import tree
 from fedspan.learn.batches import Batch, Batches
-from fedspan.learn.folded import Leaves, clients_left, is_folding, only_first
+from fedspan.learn.folded import Leaves, is_folding, mapped_by_hand, unwrapped
 from fedspan.learn.task import Task
 from fedspan.tree import Params, Tree
 
@@ -65,7 +65,8 @@ def _counted(loss: Loss, params: Any, batch: Batch) -> Tensor:
 
     A term must still be finite there, as ∞·0 is not 0.
     """
-    return loss(params, batch) * batch.live
+    value = loss(params, batch)
+    return value if batch.rows is not None and batch.rows.all_live else value * batch.live
 
 
 def _slopes(value: Tensor, at: Any, again: bool = False) -> Any:
@@ -95,7 +96,7 @@ def sgd(
         return [torch.zeros_like(a) for a in p] if momentum else []
 
     plain = None if momentum or weight_decay else lr
-    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, plain)[0]
+    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, plain, True)[0]
 
 
 def sgd_from(
@@ -115,7 +116,7 @@ def sgd_from(
     def start(p: list[Tensor]) -> list[Tensor]:
         return [torch.zeros_like(a) + velocity[k] for k, a in zip(names, p)]
 
-    params, state = _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox)
+    params, state = _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, stacked=True)
     return params, dict(zip(names, state)) if state else velocity
 
 
@@ -123,7 +124,11 @@ def _descend(lr: float, momentum: float, weight_decay: float) -> Step:
     def step(p: list[Tensor], g: list[Tensor], velocity: list[Tensor], live: Tensor | None) -> None:
         if weight_decay:
             g = [a + weight_decay * b for a, b in zip(g, p)]
-        if momentum:
+        if momentum and live is None:
+            torch._foreach_mul_(velocity, momentum)
+            torch._foreach_add_(velocity, g)
+            g = velocity
+        elif momentum:
             for v, a in zip(velocity, g):
                 v.copy_(_if(live, momentum * v + a, v))
             g = velocity
@@ -195,10 +200,12 @@ def _train(
     step: Step,
     prox: Prox,
     plain: float | None = None,
+    stacked: bool = False,
 ) -> tuple[Tree, list[Tensor]]:
     """Run `step` and `prox` once per batch on copies of `params`; running statistics ride along and are not trained.
 
     `plain` is the learning rate where a step is −lr·gradient and nothing else: folded layers may then take it.
+    `stacked` says that a step does the same to stacks of parameters, so that it can be taken without vmap.
     Returns the parameters and the optimiser's state, which is empty if there was no batch.
     """
     flat = tree.flatten(params)
@@ -208,8 +215,7 @@ def _train(
     held: dict[str, Tensor] = {}  # what the loss sees: trained copies and owned statistics
     p: list[Tensor] = []
     state: list[Tensor] = []
-    left = clients_left(batches.rows) if is_folding() and isinstance(batches, Batches) and batches.mapped else None
-    for k, batch in enumerate(batches):
+    for batch in batches:
         if not p:
             # Adding a mapped zero turns shared starting values into per-client ones, so that steps can be in place.
             zero = (batch.w.sum() * 0).to(flat[trained[0]].dtype) if batch.mapped else None
@@ -221,11 +227,12 @@ def _train(
             state = start(p)
         if batch.mapped and is_folding():
             leaves = Leaves(p)
-            with torch.enable_grad(), only_first(None if left is None else left[k]):
+            with torch.enable_grad():
                 value = _counted(loss, _assemble(params, held | dict(zip(trained, leaves.given))), batch)
             found = leaves.gradients(value, plain)
             kept = [(a, g) for a, g in zip(p, found) if g is not None]  # the others have taken their step
-            step([a for a, _ in kept], [g for _, g in kept], state, batch.live)
+            if kept:
+                _step_folded(step, [a for a, _ in kept], [g for _, g in kept], state, batch, stacked)
         elif batch.mapped:
             g = tree.leaves(grad(lambda q, b=batch: _counted(loss, q, b))(_assemble(params, held)))
             step(p, g, state, batch.live)
@@ -246,6 +253,20 @@ def _train(
         del held[path].owned  # type: ignore[attr-defined]
     result: Tree = _assemble(params, held)
     return result, state
+
+
+def _step_folded(
+    step: Step, p: list[Tensor], g: list[Tensor], state: list[Tensor], batch: Batch, stacked: bool
+) -> None:
+    """One step of all clients. Where each of them has an example it is taken, `stacked`: on all parameters at once."""
+    if batch.rows is None or not batch.rows.all_live:
+        step(p, g, state, batch.live)
+    elif not stacked:
+        step(p, g, state, None)
+    else:
+        stacks = [[unwrapped(t)[0] for t in part] for part in (p, g, state)]
+        with mapped_by_hand():
+            step(stacks[0], stacks[1], stacks[2], None)
 
 
 def _assemble(like: Any, flat: dict[str, Tensor], prefix: str = "") -> Any:

@@ -209,17 +209,23 @@ def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[
     mapping = choose_mapping(task, mode, steps)
     if mapping == "loop":
         return mapping, []
+    fault = _fault(task, data, mapping)
+    if fault is not None and mode == "auto" and mapping == "folded":  # what cannot be folded may be mapped
+        mapping, fault = "vmap", _fault(task, data, "vmap")
+    if fault is None:
+        return mapping, []
+    if mode != "auto":
+        raise ConfigError(
+            f"Task: the model cannot be trained for many clients at once ({fault}); run with train.mapping='loop'."
+        )
+    return "loop", [f"Clients are computed one after another, as the model cannot be mapped over them: {fault}."]
+
+
+def _fault(task: Task, data: FederatedData, way: Way) -> str | None:
+    """Why one of the models cannot be computed for many clients at once in this way; None if all can."""
     rows = _two_rows(data)
-    for member in task.kinds.values() or [task]:
-        fault = mapping_fault(member, tree.take(data.x, rows), data.y[rows], mapping)
-        if fault is None:
-            continue
-        if mode != "auto":
-            raise ConfigError(
-                f"Task: the model cannot be trained for many clients at once ({fault}); run with train.mapping='loop'."
-            )
-        return "loop", [f"Clients are computed one after another, as the model cannot be mapped over them: {fault}."]
-    return mapping, []
+    found = (mapping_fault(m, tree.take(data.x, rows), data.y[rows], way) for m in task.kinds.values() or [task])
+    return next((fault for fault in found if fault is not None), None)
 
 
 def _try(task: Task, data: FederatedData) -> None:

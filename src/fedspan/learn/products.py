@@ -1,0 +1,80 @@
+"""Matrix products of layers, by oneDNN where it is there and a product is large.
+
+MKL, which does `torch.mm` on x86, has kernels of half the width for processors that are not Intel's; oneDNN asks the
+processor what it can do. It takes longer to start, so small products stay where they are. The choice depends on shapes
+and types alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGE = 2_500_000
+"""Multiplications from which on a product is worth oneDNN's start."""
+
+
+def _found() -> Callable[..., Tensor] | None:
+    """x Wᵀ by oneDNN; None in builds of torch without it."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    found: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return found
+
+
+_LINEAR = _found()
+
+
+def _large(rows: int, inner: int, columns: int, dtype: torch.dtype) -> bool:
+    return (
+        _LINEAR is not None and dtype == torch.float32 and rows * inner * columns >= LARGE and min(inner, columns) >= 32
+    )
+
+
+def times(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a b, of matrices or of stacks of them."""
+    if a.ndim == 3:
+        if _large(a.shape[1], a.shape[2], b.shape[2], a.dtype):
+            for parts in zip(a.unbind(0), b.unbind(0), out.unbind(0)):
+                times(*parts)
+        else:
+            torch.bmm(a, b, out=out)
+    elif _large(*a.shape, b.shape[1], a.dtype):
+        assert _LINEAR is not None
+        out.copy_(_LINEAR(a, b.mT, None, "none", [], ""))
+    else:
+        torch.mm(a, b, out=out)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b, as `F.linear`."""
+    rows = math.prod(x.shape[:-1])
+    if torch.is_autocast_enabled("cpu") or not _large(rows, *weight.shape, x.dtype):
+        return F.linear(x, weight, bias)
+    assert _LINEAR is not None
+    return _LINEAR(x.reshape(rows, -1), weight, bias, "none", [], "").view(*x.shape[:-1], len(weight))
+
+
+def less_product(c: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
+    """out = c − scale · a b, of matrices."""
+    if not _large(*a.shape, b.shape[1], a.dtype):
+        return torch.addmm(c, a, b, alpha=-scale, out=out)
+    assert _LINEAR is not None
+    return torch.sub(c, _LINEAR(a, b.mT, None, "none", [], ""), alpha=scale, out=out)
+
+
+def subtract_product(c: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """c −= scale · a b, of matrices or of stacks of them."""
+    if a.ndim == 3:
+        if _large(a.shape[1], a.shape[2], b.shape[2], a.dtype):
+            for parts in zip(c.unbind(0), a.unbind(0), b.unbind(0)):
+                subtract_product(*parts, scale)
+        else:
+            c.baddbmm_(a, b, alpha=-scale)
+    else:
+        less_product(c, a, b, scale, out=c)
