@@ -18,10 +18,10 @@ def test_large_products(clients: int | None, dtype: torch.dtype, monkeypatch: py
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*first, *shape, generator=g, dtype=torch.float64).to(dtype)
 
-    x, w, slope, start = draw(40, 64), draw(48, 64), draw(40, 48), draw(48, 64)
+    x, w, slope, start = draw(56, 64), draw(48, 64), draw(56, 48), draw(48, 64)
     for large in (0, 10**12):
         monkeypatch.setattr(products, "LARGE", large)
-        out, before, stepped = draw(40, 48), draw(40, 64), start.clone()
+        out, before, stepped = draw(56, 48), draw(56, 64), start.clone()
         times(x, w.mT, out)
         times(slope, w, before)
         subtract_product(stepped, slope.mT, x, 0.1)

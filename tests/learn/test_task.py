@@ -442,6 +442,6 @@ def test_a_model_may_return_an_object_with_logits() -> None:
     x = numbers(4, 5)
     assert torch.equal(task.predict(task.init(), x), plain.predict(start, x))
     sim = Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(dtype="float64", workers=1))
-    assert sim.mapping == "vmap" and sim.run().rounds == 1
+    assert sim.mapping == "folded" and sim.run().rounds == 1
     with pytest.raises(ConfigError, match=r"must return a tensor, or an object whose 'logits' is one. Got tuple"):
         Simulation(FedAvg(), Task(Outputs("tuple")), make_data(), rounds=1, settings=Settings(dtype="float64"))

@@ -1,6 +1,6 @@
 """Named minibatch streams: rows of indices into one flat pool, −1 for an empty slot.
 
-Rows are drawn from (seed, round, client) alone, so the simulator and a deployed node see the same batches. All streams
+FoldedRows are drawn from (seed, round, client) alone, so the simulator and a deployed node see the same batches. All streams
 of a round are prefixes of one sequence: a phase that is alone in one method and second in another sees the same data.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.learn.folded import Rows, is_folding, is_mapped, mapped_by_hand, unwrapped, wrapped
+from fedspan.learn.folded import FoldedRows, is_folding, is_mapped, mapped_by_hand, unwrapped, wrapped
 from fedspan.randomness import fold, generator
 from fedspan.tree import Inputs
 
@@ -91,11 +91,11 @@ class Batch:
     slots: Tensor | None  # row indices, −1 = empty; None when not mapped
     stream: Tensor
     step: int
-    rows: Rows | None = field(default=None, compare=False)
+    rows: FoldedRows | None = field(default=None, compare=False)
     """How inputs and labels lie where clients are folded into the batch axis."""
 
     @property
-    def folded(self) -> Rows | None:
+    def folded(self) -> FoldedRows | None:
         """`rows`, where inputs and labels are still those that they describe."""
         rows = self.rows
         return rows if rows is not None and rows.x is self.x and rows.y is self.y and is_folding() else None
@@ -194,7 +194,7 @@ class Batches:
             x = self.transform(x, fold(fold(self.key, TRANSFORMS), step))
         if self.relabel is not None:
             y = self.relabel[y]
-        rows = Rows(x, y, counts) if counts is not None and is_mapped(x) and is_mapped(y) else None
+        rows = FoldedRows(x, y, counts) if counts is not None and is_mapped(x) and is_mapped(y) else None
         return Batch(x, y, row if self.mapped else None, self.key, step, rows)
 
     def first(self, k: int) -> Batches:
@@ -293,7 +293,7 @@ def rows_of(index: Index, width: int) -> Index:
 
 
 def _no_single(rows: Index) -> Index:
-    """Rows of which none holds one example alone: it joins the row before, or is left out if there is none."""
+    """FoldedRows of which none holds one example alone: it joins the row before, or is left out if there is none."""
     if len(rows) == 0 or (rows[-1] >= 0).sum() != 1:
         return rows
     if len(rows) == 1:

@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 
 from fedspan.learn.losses import outputs_of
-from fedspan.learn.products import subtract_product, times
+from fedspan.learn.products import affine, subtract_product, times
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
 
@@ -71,7 +71,7 @@ def wrapped(t: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- rows
 
 
-class Segment(NamedTuple):
+class ClientRun(NamedTuple):
     """Clients next to one another that have equally many rows."""
 
     client: int
@@ -90,7 +90,7 @@ class Segment(NamedTuple):
         return part if self.clients == 1 else part.view(self.clients, self.rows * per, *t.shape[1:])
 
 
-class Layout:
+class RowLayout:
     """How the examples of all clients lie in one batch: client after client, as many rows for each as `counts` says."""
 
     def __init__(self, counts: Sequence[int], width: int, packed: bool) -> None:
@@ -98,16 +98,16 @@ class Layout:
         self.clients, self.rows = len(counts), sum(counts)
 
     @cached_property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[ClientRun]:
         """Runs of clients with equally many rows, those without any left out."""
-        found: list[Segment] = []
+        found: list[ClientRun] = []
         row = 0
         for c, n in enumerate(self.counts):
             last = found[-1] if found else None
             if last is not None and last.rows == n and last.client + last.clients == c:
                 found[-1] = last._replace(clients=last.clients + 1)
             elif n:
-                found.append(Segment(c, 1, row, n))
+                found.append(ClientRun(c, 1, row, n))
             row += n
         return found
 
@@ -129,8 +129,15 @@ class Layout:
             0, self._slots, torch.arange(self.rows)
         )
 
+    def sums(self, t: Tensor, per: int) -> Tensor:
+        """Sum over each client's part of a tensor that has `per` entries for each row, [clients, …]."""
+        if len(self.segments) == 1 and all(self.counts):
+            return t.view(self.clients, -1, *t.shape[1:]).sum(1)
+        client = self.client if per == 1 else self.client.repeat_interleave(per)
+        return t.new_zeros(self.clients, *t.shape[1:]).index_add_(0, client, t)
+
     def take(self, slots: Tensor) -> Tensor:
-        """Rows [rows, …] of what lies in slots [clients, width, …]."""
+        """FoldedRows [rows, …] of what lies in slots [clients, width, …]."""
         if self.packed:
             return slots.flatten(0, 1).index_select(0, self._slots)
         return slots[: self.rows // self.width].flatten(0, 1)
@@ -144,36 +151,46 @@ class Layout:
         return found if not missing else torch.cat([found, found[:1].detach().expand(missing, *found.shape[1:])])
 
 
-class Rows:
+class FoldedRows:
     """One minibatch of all clients, `x` and `y` as a function of one client has them, and how full each client's is."""
 
     def __init__(self, x: Tensor, y: Tensor, counts: Sequence[int]) -> None:
         self.x, self.y, self.counts = x, y, counts
         self.width = x.shape[0]
         left = max((c + 1 for c, n in enumerate(counts) if n), default=1)
-        self._full = Layout([self.width] * left + [0] * (len(counts) - left), self.width, packed=False)
+        self._full = RowLayout([self.width] * left + [0] * (len(counts) - left), self.width, packed=False)
 
     @property
     def all_live(self) -> bool:
         """Whether every client has an example."""
         return min(self.counts) > 0
 
-    def layout(self, parameters: int, layers: int) -> Layout:
-        """With empty slots, or without them where a model is so large that more products cost less than empty rows."""
-        packed = self._packed
-        more = (len(packed.segments) - 1) * layers
-        return packed if (self._full.rows - packed.rows) * parameters > more * _CALL and packed.rows else self._full
+    def live(self, dtype: torch.dtype) -> Tensor:
+        """1 for each client that has an example, 0 for others."""
+        return torch.tensor([float(n > 0) for n in self.counts], dtype=dtype)
+
+    def layout(self, parameters: int, layers: int) -> RowLayout:
+        """With empty slots, or without them where a model is so large that more products cost less than empty rows.
+
+        A client without an example has no row, so that nothing of it moves.
+        """
+        packed, full = self._packed, self._full
+        more = (len(packed.segments) - 1) * layers * _CALL
+        idle = any(n == 0 < m for n, m in zip(self.counts, full.counts))
+        return packed if packed.rows and (idle or (full.rows - packed.rows) * parameters > more) else full
 
     @cached_property
-    def _packed(self) -> Layout:
-        return Layout(self.counts, self.width, packed=True)
+    def _packed(self) -> RowLayout:
+        return RowLayout(self.counts, self.width, packed=True)
 
     @cached_property
     def _shares(self) -> Tensor:
         return torch.tensor([1.0 / max(1, n) for n in self.counts], dtype=torch.float64)
 
-    def means(self, values: Tensor, layout: Layout) -> Tensor:
+    def means(self, values: Tensor, layout: RowLayout) -> Tensor:
         """Mean over each client's examples of values of the rows of a layout; 0 where there is none."""
+        if min(self.counts) == self.width:
+            return values.view(-1, self.width).mean(1)
         client, share = layout.client, self._shares.to(values.dtype)
         if not layout.packed:
             at = torch.arange(layout.rows) % self.width
@@ -184,22 +201,49 @@ class Rows:
 # ---------------------------------------------------------------------------------------------------- layers
 
 
+class Pull(NamedTuple):
+    """A term λ/2 ‖p − q‖² of the loss, kept apart as its gradient λ (p − q) needs no graph."""
+
+    towards: Tensor
+    """q, of all clients or with an axis for them."""
+    strength: float
+    batched: bool
+
+    def of(self, whose: slice | int) -> Tensor:
+        """q of some clients."""
+        return self.towards[whose] if self.batched else self.towards
+
+    def added(self, g: Tensor, p: Tensor, live: Tensor | None) -> Tensor:
+        """A gradient with the term's."""
+        more = self.strength * (p - self.towards)
+        return g + (more if live is None else more * live.view(-1, *[1] * (p.ndim - 1)))
+
+
+class _Step(NamedTuple):
+    """An SGD step to be taken in a backward pass."""
+
+    lr: float
+    pull: Pull | None
+
+    def towards(self, p: Tensor, whose: slice | int) -> Tensor:
+        """Parameters of some clients, after the term's part of the step."""
+        part = p[whose]
+        return part if self.pull is None else part.lerp_(self.pull.of(whose), self.lr * self.pull.strength)
+
+
 class _Product(torch.autograd.Function):
     """x Wᵀ + b, each row of x [rows, in] with the weight and bias of its client: W [C, out, in], b [C, out].
 
-    `steps` are set before the backward pass: learning rates of the weight (1) and the bias (2), where they step here.
+    `steps` are set before the backward pass: the steps of the weight (1) and the bias (2), where they are taken here.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: RowLayout) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.steps, ctx.layout, per = {}, layout, len(x) // layout.rows
         out = x.new_empty(len(x), weight.shape[1])
         for s in layout.segments:
-            y = s.of(out, per)
-            times(s.of(x, per), weight[s.whose].mT, y)
-            if bias is not None:
-                y += bias[s.whose].unsqueeze(-2)
+            affine(s.of(x, per), weight[s.whose], None if bias is None else bias[s.whose], s.of(out, per))
         return out
 
     @staticmethod
@@ -210,24 +254,25 @@ class _Product(torch.autograd.Function):
         by_weight = by_bias = None
         if 1 not in ctx.steps and ctx.needs_input_grad[1]:
             by_weight = _for_all(weight, ctx.layout)
-        if bias is not None and 2 not in ctx.steps and ctx.needs_input_grad[2]:
-            by_bias = _for_all(bias.detach(), ctx.layout)
+        if bias is not None and (2 in ctx.steps or ctx.needs_input_grad[2]):
+            by_bias = ctx.layout.sums(g, per)
         for s in ctx.layout.segments:
             mine, given, w = s.of(g, per), s.of(x, per), weight[s.whose]
             if before is not None:  # with the weights of the forward pass
                 times(mine, w, s.of(before, per))
             if 1 in ctx.steps:
-                subtract_product(w, mine.mT, given, ctx.steps[1])
+                subtract_product(ctx.steps[1].towards(weight, s.whose), mine.mT, given, ctx.steps[1].lr)
             elif by_weight is not None:
                 times(mine.mT, given, by_weight[s.whose])
-            if bias is not None and 2 in ctx.steps:
-                bias.detach()[s.whose].sub_(mine.sum(-2), alpha=ctx.steps[2])
-            elif by_bias is not None:
-                torch.sum(mine, -2, out=by_bias[s.whose])
+            if 2 in ctx.steps:
+                ctx.steps[2].towards(bias.detach(), s.whose)
+        if 2 in ctx.steps:
+            bias.detach().sub_(by_bias, alpha=ctx.steps[2].lr)
+            by_bias = None
         return before, by_weight, by_bias, None
 
 
-def _for_all(like: Tensor, layout: Layout) -> Tensor:
+def _for_all(like: Tensor, layout: RowLayout) -> Tensor:
     """Room for a gradient of every client; zeros where one of them has no row."""
     return torch.empty_like(like) if all(layout.counts) else torch.zeros_like(like)
 
@@ -235,7 +280,7 @@ def _for_all(like: Tensor, layout: Layout) -> Tensor:
 class _Pass:
     """One forward pass in the making: how the rows lie, and the parameters by name."""
 
-    layout: Layout
+    layout: RowLayout
     params: dict[str, tuple[Tensor, bool]]
 
 
@@ -348,12 +393,14 @@ class Folded:
         with mapped_by_hand():
             if not batched:
                 inputs = inputs.expand(sizes[0], *inputs.shape)
-            layout = Layout([inputs.shape[1]] * sizes[0], inputs.shape[1], packed=False)
+            layout = RowLayout([inputs.shape[1]] * sizes[0], inputs.shape[1], packed=False)
             out, seen = self._run(held, inputs.flatten(0, 1), layout, layer)
             out, seen = layout.put(out), None if seen is None else layout.put(seen)
         return wrapped(out), None if seen is None else wrapped(seen)
 
-    def of_rows(self, params: Mapping[str, Tensor], rows: Rows, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def of_rows(
+        self, params: Mapping[str, Tensor], rows: FoldedRows, loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """Each client's mean of `loss(outputs, labels)`, one value per example, over its examples of a minibatch."""
         held, (x, _), (y, _) = {k: unwrapped(v) for k, v in params.items()}, unwrapped(rows.x), unwrapped(rows.y)
         with mapped_by_hand():
@@ -363,7 +410,7 @@ class Folded:
         return wrapped(means)
 
     def _run(
-        self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: Layout, layer: str | None
+        self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: RowLayout, layer: str | None
     ) -> tuple[Tensor, Tensor | None]:
         self.now.layout, self.now.params = layout, held
         try:
@@ -412,40 +459,57 @@ def fold(module: nn.Module, keyed: type[nn.Module]) -> Folded | None:
 
 
 class Leaves:
-    """Parameters of all clients that a loss is differentiated by: given wrapped, as one client's function sees them."""
+    """Parameters of all clients that a loss is differentiated by: given wrapped, as one client's function sees them.
+
+    Steps change them in place, so that one set of leaves serves a whole fit.
+    """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         inner = [unwrapped(p) for p in params]
         assert all(batched for _, batched in inner)
         with mapped_by_hand():
-            self.leaves = [t.detach().requires_grad_() for t, _ in inner]
+            self.stacks = [t.detach() for t, _ in inner]
+            self.leaves = [t.detach().requires_grad_() for t in self.stacks]
+            self._ends = [get_gradient_edge(t).node for t in self.leaves]
         self.given = [wrapped(t) for t in self.leaves]
 
-    def gradients(self, values: Tensor, lr: float | None = None) -> list[Tensor | None]:
-        """∂/∂params of each client's value, wrapped; with `lr`, None for those that took their SGD step already."""
+    def gradients(
+        self, values: Tensor, lr: float | None = None, pulls: Sequence[Pull | None] = (), live: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """∂/∂params of each client's value, wrapped; with `lr`, None for those that took their SGD step already.
+
+        Args:
+            pulls: for each of the parameters a term λ/2 ‖p − q‖² that is not among the values.
+            live: [C], which clients have such terms; all if not given.
+        """
         inner, _ = unwrapped(values)
+        pulls = pulls or [None] * len(self.leaves)
         with mapped_by_hand(), torch.enable_grad():
             total = inner.sum()
             if not total.requires_grad:
                 found: list[Tensor | None] = [None] * len(self.leaves)
                 stepped: set[int] = set()
             else:
-                stepped = set() if lr is None else _mark_steps(total, self.leaves, lr)
+                stepped = set() if lr is None else _mark_steps(total, self.leaves, self._ends, lr, pulls)
                 found = list(torch.autograd.grad(total, self.leaves, allow_unused=True))
             found = [
                 torch.zeros_like(t) if g is None and i not in stepped else g
                 for i, (g, t) in enumerate(zip(found, self.leaves))
             ]
+        with mapped_by_hand(), torch.no_grad():
+            found = [g if g is None or q is None else q.added(g, t, live) for g, q, t in zip(found, pulls, self.stacks)]
         return [None if g is None else wrapped(g) for g in found]
 
 
-def _mark_steps(total: Tensor, leaves: Sequence[Tensor], lr: float) -> set[int]:
+def _mark_steps(
+    total: Tensor, leaves: Sequence[Tensor], ends: Sequence[Any], lr: float, pulls: Sequence[Pull | None]
+) -> set[int]:
     """Let linear layers take the step of the weights that nothing else uses; returns which leaves those are.
 
     A weight qualifies if exactly one edge of the graph leads to it, from a linear layer, and no other layer computes
     with the same memory (a detached copy, whose backward pass would read it after the step).
     """
-    at = {get_gradient_edge(leaf).node: i for i, leaf in enumerate(leaves)}
+    at = {node: i for i, node in enumerate(ends)}
     uses: dict[int, list[tuple[Any, int]]] = {}
     products: list[Any] = []
     seen, stack = set(), [total.grad_fn]
@@ -470,6 +534,6 @@ def _mark_steps(total: Tensor, leaves: Sequence[Tensor], lr: float) -> set[int]:
     for i, edges in uses.items():
         (node, position), once = edges[0], len(edges) == 1
         if once and node in products and position in (1, 2) and read[leaves[i].data_ptr()] == 1:
-            node.steps[position] = lr
+            node.steps[position] = _Step(lr, pulls[i])
             stepped.add(i)
     return stepped

@@ -18,6 +18,9 @@ from torch import Tensor
 LARGE = 2_500_000
 """Multiplications from which on a product is worth oneDNN's start."""
 
+DEEP = 48
+"""Examples from which on a step by oneDNN, which cannot add to a weight in place, makes up for the extra pass."""
+
 
 def _found() -> Callable[..., Tensor] | None:
     """x Wᵀ by oneDNN; None in builds of torch without it."""
@@ -51,6 +54,20 @@ def times(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)
 
 
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = x Wᵀ + b, of matrices or of stacks of them."""
+    if _large(*x.shape[-2:], out.shape[-1], x.dtype):
+        assert _LINEAR is not None
+        stack = x.ndim == 3
+        for k in range(len(x) if stack else 1):
+            at: Any = k if stack else ...
+            out[at].copy_(_LINEAR(x[at], weight[at], None if bias is None else bias[at], "none", [], ""))
+    elif x.ndim == 2:
+        torch.mm(x, weight.mT, out=out) if bias is None else torch.addmm(bias, x, weight.mT, out=out)
+    else:
+        torch.bmm(x, weight.mT, out=out) if bias is None else torch.baddbmm(bias[:, None], x, weight.mT, out=out)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b, as `F.linear`."""
     rows = math.prod(x.shape[:-1])
@@ -62,7 +79,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def less_product(c: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
     """out = c − scale · a b, of matrices."""
-    if not _large(*a.shape, b.shape[1], a.dtype):
+    if a.shape[1] < DEEP or not _large(*a.shape, b.shape[1], a.dtype):
         return torch.addmm(c, a, b, alpha=-scale, out=out)
     assert _LINEAR is not None
     return torch.sub(c, _LINEAR(a, b.mT, None, "none", [], ""), alpha=scale, out=out)
@@ -71,7 +88,7 @@ def less_product(c: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> 
 def subtract_product(c: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """c −= scale · a b, of matrices or of stacks of them."""
     if a.ndim == 3:
-        if _large(a.shape[1], a.shape[2], b.shape[2], a.dtype):
+        if a.shape[2] >= DEEP and _large(*a.shape[1:], b.shape[2], a.dtype):
             for parts in zip(c.unbind(0), a.unbind(0), b.unbind(0)):
                 subtract_product(*parts, scale)
         else:

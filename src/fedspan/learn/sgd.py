@@ -11,7 +11,7 @@ from torch.func import grad, grad_and_value
 
 from fedspan import tree
 from fedspan.learn.batches import Batch, Batches
-from fedspan.learn.folded import Leaves, is_folding, mapped_by_hand, unwrapped
+from fedspan.learn.folded import Leaves, Pull, is_folding, mapped_by_hand, unwrapped
 from fedspan.learn.task import Task
 from fedspan.tree import Params, Tree
 
@@ -20,6 +20,26 @@ Loss: TypeAlias = Callable[[Any, Batch], Tensor]
 
 Prox: TypeAlias = Mapping[str, Callable[[Tensor], Tensor]]
 """What is done to single parameters (by path) after every step: a proximal step or a projection."""
+
+
+class Near:
+    """The loss F(p) + λ/2 Σ ‖p − q‖² over the parameters that q names.
+
+    Where clients are folded, `fit` adds the term's gradient λ (p − q) itself, in the product that takes the step.
+    """
+
+    def __init__(self, loss: Loss, towards: Params, strength: float) -> None:
+        self.loss, self.towards, self.strength = loss, towards, strength
+
+    def __call__(self, params: Params, batch: Batch) -> Tensor:
+        far = sum((params[k] - q).square().sum() for k, q in self.towards.items())
+        return self.loss(params, batch) + self.strength / 2 * far
+
+    def pulls(self, names: Iterable[str]) -> list[Pull | None]:
+        """The term of each of these parameters, without vmap's wrappers."""
+        held = {k: unwrapped(q) for k, q in self.towards.items()}
+        return [Pull(held[k][0].detach(), self.strength, held[k][1]) if k in held else None for k in names]
+
 
 StartState: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 Step: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], "Tensor | None"], None]
@@ -215,6 +235,8 @@ def _train(
     held: dict[str, Tensor] = {}  # what the loss sees: trained copies and owned statistics
     p: list[Tensor] = []
     state: list[Tensor] = []
+    leaves: Leaves | None = None
+    given: Any = None
     for batch in batches:
         if not p:
             # Adding a mapped zero turns shared starting values into per-client ones, so that steps can be in place.
@@ -225,14 +247,16 @@ def _train(
                     held[path].owned = True  # type: ignore[attr-defined]
             p = [held[k] for k in trained]
             state = start(p)
-        if batch.mapped and is_folding():
-            leaves = Leaves(p)
+            if batch.mapped and is_folding():
+                leaves = Leaves(p)
+                given = _assemble(params, held | dict(zip(trained, leaves.given)))
+        if leaves is not None:
+            apart = isinstance(loss, Near) and batch.rows is not None and any(batch.rows.counts)
             with torch.enable_grad():
-                value = _counted(loss, _assemble(params, held | dict(zip(trained, leaves.given))), batch)
-            found = leaves.gradients(value, plain)
-            kept = [(a, g) for a, g in zip(p, found) if g is not None]  # the others have taken their step
-            if kept:
-                _step_folded(step, [a for a, _ in kept], [g for _, g in kept], state, batch, stacked)
+                value = _counted(loss.loss if apart else loss, given, batch)
+            live = None if batch.rows is None or batch.rows.all_live else batch.rows.live(value.dtype)
+            found = leaves.gradients(value, plain, loss.pulls(trained) if apart else (), live)
+            _step_folded(step, leaves, p, found, state, batch, stacked)
         elif batch.mapped:
             g = tree.leaves(grad(lambda q, b=batch: _counted(loss, q, b))(_assemble(params, held)))
             step(p, g, state, batch.live)
@@ -256,17 +280,28 @@ def _train(
 
 
 def _step_folded(
-    step: Step, p: list[Tensor], g: list[Tensor], state: list[Tensor], batch: Batch, stacked: bool
+    step: Step,
+    leaves: Leaves,
+    p: list[Tensor],
+    found: list[Tensor | None],
+    state: list[Tensor],
+    batch: Batch,
+    stacked: bool,
 ) -> None:
-    """One step of all clients. Where each of them has an example it is taken, `stacked`: on all parameters at once."""
-    if batch.rows is None or not batch.rows.all_live:
-        step(p, g, state, batch.live)
-    elif not stacked:
-        step(p, g, state, None)
-    else:
-        stacks = [[unwrapped(t)[0] for t in part] for part in (p, g, state)]
-        with mapped_by_hand():
-            step(stacks[0], stacks[1], stacks[2], None)
+    """One step of all clients with the gradients that were found; parameters without one have taken theirs.
+
+    Where each client has an example and takes it, `stacked`: on the parameters of all at once, without vmap.
+    """
+    moved = [(k, g) for k, g in enumerate(found) if g is not None]
+    if not moved:
+        return
+    slopes, live = [g for _, g in moved], None if batch.rows is not None and batch.rows.all_live else batch.live
+    if live is not None or not stacked:
+        step([p[k] for k, _ in moved], slopes, state, live)
+        return
+    inner, velocity = ([unwrapped(t)[0] for t in part] for part in (slopes, state))
+    with mapped_by_hand():
+        step([leaves.stacks[k] for k, _ in moved], inner, velocity, None)
 
 
 def _assemble(like: Any, flat: dict[str, Tensor], prefix: str = "") -> Any:

@@ -38,7 +38,7 @@ SMALL_MODEL = 20_000
 MIDDLE_MODEL = 1_000_000
 """Up to this many, perceptrons are folded; mapping still wins for others where a visit has no more than two steps."""
 
-AT_ONCE = 1_600_000
+AT_ONCE = 2_400_000
 """Parameters of the clients of a folded chunk together: what a processor's caches hold."""
 
 
