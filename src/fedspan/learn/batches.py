@@ -1,6 +1,6 @@
 """Named minibatch streams: rows of indices into one flat pool, −1 for an empty slot.
 
-FoldedRows are drawn from (seed, round, client) alone, so the simulator and a deployed node see the same batches. All streams
+Rows are drawn from (seed, round, client) alone, so the simulator and a deployed node see the same batches. All streams
 of a round are prefixes of one sequence: a phase that is alone in one method and second in another sees the same data.
 """
 
@@ -293,7 +293,7 @@ def rows_of(index: Index, width: int) -> Index:
 
 
 def _no_single(rows: Index) -> Index:
-    """FoldedRows of which none holds one example alone: it joins the row before, or is left out if there is none."""
+    """Rows of which none holds one example alone: it joins the row before, or is left out if there is none."""
     if len(rows) == 0 or (rows[-1] >= 0).sum() != 1:
         return rows
     if len(rows) == 1:

@@ -137,7 +137,7 @@ class RowLayout:
         return t.new_zeros(self.clients, *t.shape[1:]).index_add_(0, client, t)
 
     def take(self, slots: Tensor) -> Tensor:
-        """FoldedRows [rows, …] of what lies in slots [clients, width, …]."""
+        """Rows [rows, …] of what lies in slots [clients, width, …]."""
         if self.packed:
             return slots.flatten(0, 1).index_select(0, self._slots)
         return slots[: self.rows // self.width].flatten(0, 1)
