@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _functorch as functorch
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as mapped_by_hand
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 
@@ -47,6 +47,12 @@ def folding() -> Iterator[None]:
 def is_folding() -> bool:
     """Whether the running code is mapped over clients to be folded, and inside no further transform."""
     return _FOLDING.get() and functorch.get_dynamic_layer_stack_depth() == 1
+
+
+def mapped_by_hand() -> AbstractContextManager[Any]:
+    """Leave vmap for a block that computes for all clients itself, on tensors that are `unwrapped`."""
+    block: AbstractContextManager[Any] = temporarily_pop_interpreter_stack()
+    return block
 
 
 def unwrapped(t: Tensor) -> tuple[Tensor, bool]:
@@ -326,7 +332,7 @@ class _Unit(nn.Module):
         assert weight is not None and isinstance(self.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         counts = self.now.layout.counts
         biases: Sequence[Tensor | None] = [None] * len(counts) if bias is None else bias.unbind(0)
-        parts = zip(x.split(list(counts)), weight.unbind(0), biases)
+        parts = zip(torch.split(x, list(counts)), weight.unbind(0), biases)
         return torch.cat([self.layer._conv_forward(a, w, b) for a, w, b in parts if len(a)])
 
     def _normalised(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:

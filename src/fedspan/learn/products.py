@@ -7,7 +7,6 @@ and types alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,30 +23,31 @@ DEEP = 48
 
 def _found() -> Callable[..., Tensor] | None:
     """x Wᵀ by oneDNN; None in builds of torch without it."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
-    found: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    found: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return found
 
 
 _LINEAR = _found()
 
 
-def _large(rows: int, inner: int, columns: int, dtype: torch.dtype) -> bool:
-    return (
-        _LINEAR is not None and dtype == torch.float32 and rows * inner * columns >= LARGE and min(inner, columns) >= 32
-    )
+def _large(a: Tensor, columns: int) -> bool:
+    """Whether the product of a matrix, or of each of a stack, with one of so many columns is worth oneDNN's start."""
+    rows, inner = a.shape[-2:]
+    worth = rows * inner * columns >= LARGE and min(inner, columns) >= 32
+    return worth and _LINEAR is not None and a.dtype == torch.float32
 
 
 def times(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a b, of matrices or of stacks of them."""
     if a.ndim == 3:
-        if _large(a.shape[1], a.shape[2], b.shape[2], a.dtype):
+        if _large(a, b.shape[2]):
             for parts in zip(a.unbind(0), b.unbind(0), out.unbind(0)):
                 times(*parts)
         else:
             torch.bmm(a, b, out=out)
-    elif _large(*a.shape, b.shape[1], a.dtype):
+    elif _large(a, b.shape[1]):
         assert _LINEAR is not None
         out.copy_(_LINEAR(a, b.mT, None, "none", [], ""))
     else:
@@ -56,7 +56,7 @@ def times(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = x Wᵀ + b, of matrices or of stacks of them."""
-    if _large(*x.shape[-2:], out.shape[-1], x.dtype):
+    if _large(x, out.shape[-1]):
         assert _LINEAR is not None
         stack = x.ndim == 3
         for k in range(len(x) if stack else 1):
@@ -70,16 +70,16 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b, as `F.linear`."""
-    rows = math.prod(x.shape[:-1])
-    if torch.is_autocast_enabled("cpu") or not _large(rows, *weight.shape, x.dtype):
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_autocast_enabled("cpu") or not _large(rows, len(weight)):
         return F.linear(x, weight, bias)
     assert _LINEAR is not None
-    return _LINEAR(x.reshape(rows, -1), weight, bias, "none", [], "").view(*x.shape[:-1], len(weight))
+    return _LINEAR(rows, weight, bias, "none", [], "").view(*x.shape[:-1], len(weight))
 
 
 def less_product(c: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
     """out = c − scale · a b, of matrices."""
-    if a.shape[1] < DEEP or not _large(*a.shape, b.shape[1], a.dtype):
+    if a.shape[1] < DEEP or not _large(a, b.shape[1]):
         return torch.addmm(c, a, b, alpha=-scale, out=out)
     assert _LINEAR is not None
     return torch.sub(c, _LINEAR(a, b.mT, None, "none", [], ""), alpha=scale, out=out)
@@ -88,7 +88,7 @@ def less_product(c: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> 
 def subtract_product(c: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """c −= scale · a b, of matrices or of stacks of them."""
     if a.ndim == 3:
-        if a.shape[2] >= DEEP and _large(*a.shape[1:], b.shape[2], a.dtype):
+        if a.shape[2] >= DEEP and _large(a, b.shape[2]):
             for parts in zip(c.unbind(0), a.unbind(0), b.unbind(0)):
                 subtract_product(*parts, scale)
         else:

@@ -251,11 +251,11 @@ def _train(
                 leaves = Leaves(p)
                 given = _assemble(params, held | dict(zip(trained, leaves.given)))
         if leaves is not None:
-            apart = isinstance(loss, Near) and batch.rows is not None and any(batch.rows.counts)
+            near = loss if isinstance(loss, Near) and batch.rows is not None and any(batch.rows.counts) else None
             with torch.enable_grad():
-                value = _counted(loss.loss if apart else loss, given, batch)
+                value = _counted(loss if near is None else near.loss, given, batch)
             live = None if batch.rows is None or batch.rows.all_live else batch.rows.live(value.dtype)
-            found = leaves.gradients(value, plain, loss.pulls(trained) if apart else (), live)
+            found = leaves.gradients(value, plain, () if near is None else near.pulls(trained), live)
             _step_folded(step, leaves, p, found, state, batch, stacked)
         elif batch.mapped:
             g = tree.leaves(grad(lambda q, b=batch: _counted(loss, q, b))(_assemble(params, held)))

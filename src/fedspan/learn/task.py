@@ -348,13 +348,21 @@ class Task:
     def output_gradient(self, output: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         """∂(sum of the examples' losses)/∂output, in closed form where there is one."""
         if self._own_loss is None and self.kind == "classification":
-            return output.softmax(1) - F.one_hot(y, output.shape[1]).to(output.dtype)
+            return output.softmax(1) - self.target(output, y)
         if self._own_loss is None and self.kind == "regression":
             gap = 2 * (output - y.reshape(output.shape))
             return gap / max(1, gap[0].numel())
         live = _all_of(y) if mask is None else mask
         result: Tensor = grad(lambda o: (self.example_loss(o, y, mask) * live).sum())(output)
         return result
+
+    def response(self) -> Callable[[Tensor], Tensor] | None:
+        """A function r with ∂loss/∂output = r(output) − `target`, where the loss of the kind is of that form."""
+        return (lambda output: output.softmax(1)) if self._own_loss is None and self.kind == "classification" else None
+
+    def target(self, output: Tensor, y: Tensor) -> Tensor:
+        """What labels ask of `response`: 1 for the class of each example, [B, C]."""
+        return F.one_hot(y, output.shape[1]).to(output.dtype)
 
     @property
     def own_loss(self) -> bool:
