@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 
 from fedspan.learn.losses import outputs_of
-from fedspan.learn.products import affine, subtract_product, times
+from fedspan.learn.products import affine, linear, subtract_product, times
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
 
@@ -301,7 +301,10 @@ class _Unit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         given = {k[len(self.prefix) :]: v for k, v in self.now.params.items() if k.startswith(self.prefix)}
         if not self.apart and not any(batched for _, batched in given.values()):
-            out: Tensor = functional_call(self.layer, {k: v for k, (v, _) in given.items()}, (x,))
+            common = {k: v for k, (v, _) in given.items()}
+            if type(self.layer) is nn.Linear and not torch.is_grad_enabled():
+                return linear(x, common.get("weight", self.layer.weight), common.get("bias", self.layer.bias))
+            out: Tensor = functional_call(self.layer, common, (x,))
             return out
         return _RUN.get(type(self.layer), _Unit._mapped)(self, x, given)
 

@@ -347,7 +347,7 @@ class Task:
 
     def output_gradient(self, output: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         """∂(sum of the examples' losses)/∂output, in closed form where there is one."""
-        if self._own_loss is None and self.kind == "classification":
+        if self.responds:
             return output.softmax(1) - self.target(output, y)
         if self._own_loss is None and self.kind == "regression":
             gap = 2 * (output - y.reshape(output.shape))
@@ -356,12 +356,13 @@ class Task:
         result: Tensor = grad(lambda o: (self.example_loss(o, y, mask) * live).sum())(output)
         return result
 
-    def response(self) -> Callable[[Tensor], Tensor] | None:
-        """A function r with ∂loss/∂output = r(output) − `target`, where the loss of the kind is of that form."""
-        return (lambda output: output.softmax(1)) if self._own_loss is None and self.kind == "classification" else None
+    @property
+    def responds(self) -> bool:
+        """Whether ∂loss/∂output is softmax(output) − `target`."""
+        return self._own_loss is None and self.kind == "classification"
 
     def target(self, output: Tensor, y: Tensor) -> Tensor:
-        """What labels ask of `response`: 1 for the class of each example, [B, C]."""
+        """1 for the class of each example, [B, C]."""
         return F.one_hot(y, output.shape[1]).to(output.dtype)
 
     @property

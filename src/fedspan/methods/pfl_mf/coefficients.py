@@ -96,13 +96,20 @@ class CoefficientSolver:
             if self.rule == "solve" and rate and self.steps:
                 at_w, at_0 = (task.mean_loss(torch.tensordot(q, Z, 1), batch) for q in (w, 0 * w))
                 w = torch.where(at_0 < at_w, torch.zeros_like(w), w)
-            respond, columns, asked = task.response(), Z.flatten(1), torch.zeros_like(w)
-            if respond is not None:  # what labels bring to the slope is the same in every step
-                asked = columns @ (task.target(Z[0], batch.y) * share).flatten()
+            if task.responds:
+                return self._descend(task, Z.transpose(1, 2), w, P, batch.y, share.T, shrink)
             for _ in range(self.steps):
-                output = (w @ columns).reshape(Z.shape[1:])
-                slope = task.output_gradient(output, batch.y, batch.mask) if respond is None else respond(output)
-                w = w - rate * P @ (columns @ (slope * share).flatten() - asked + shrink * w)
+                residual = task.output_gradient(torch.tensordot(w, Z, 1), batch.y, batch.mask) * share
+                w = w - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + shrink * w)
+        return w
+
+    def _descend(self, task: Task, Z: Tensor, w: Tensor, P: Tensor, y: Tensor, share: Tensor, shrink: Tensor) -> Tensor:
+        """The steps of a classifier, examples last: a softmax over few classes is then as fast as the products."""
+        columns = Z.flatten(1)
+        asked = columns @ (task.target(Z[0].T, y).T * share).flatten()  # by the labels, the same in every step
+        for _ in range(self.steps):
+            slope = (w @ columns).reshape(Z.shape[1:]).softmax(0) * share
+            w = w - self._rate * P @ (columns @ slope.flatten() - asked + shrink * w)
         return w
 
     def cold(self, task: Task, head: bool) -> list[CoefficientSolver]:
