@@ -291,6 +291,8 @@ def test_a_matrix_that_cannot_be_decomposed_is_divergence(monkeypatch: pytest.Mo
         return server
 
     monkeypatch.setattr(METHODS["fedavg"], "server_update", decompose)
-    sim = Simulation(make("fedavg"), make_task(), make_data(), rounds=1, settings=Settings(workers=1, dtype="float64"))
+    sim = Simulation(
+        make("fedavg"), make_task(), make_data(), rounds=1, settings=Settings(workers=1, precision="float64")
+    )
     with pytest.raises(Divergence, match="cannot decompose what it received in round 1; use a smaller lr"):
         sim.run()
