@@ -39,7 +39,7 @@ def fields(name: str, lr: float) -> dict[str, Any]:
 
 def simulation(method: Method, out: Path | None = None, rounds: int = 12, seed: int = 3, **settings: Any) -> Simulation:
     chosen = {"workers": 1, "batch_size": 8, "epochs": 2, "evaluate_every": 4, "checkpoint_seconds": 0.0, **settings}
-    task = Task(make_task().module, dtype=torch.float32 if settings.get("dtype") != "float64" else torch.float64)
+    task = Task(make_task().module, dtype=torch.float32 if settings.get("precision") != "float64" else torch.float64)
     s = Settings(**chosen)
     return Simulation(method, task, make_data(seed=seed), rounds=rounds, seed=seed, settings=s, out=out)
 

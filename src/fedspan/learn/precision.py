@@ -37,21 +37,31 @@ def is_bf16() -> bool:
     return _BF16.get()
 
 
-class _WholeNorms(TorchFunctionMode):
-    """Layer normalisation in float32, as autocast has it on CUDA: its derivative cannot be mapped in 16 bits."""
+_IN_32 = (F.layer_norm, F.rms_norm)  # as on CUDA; the derivative in 16 bits cannot be mapped
+_IN_16 = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)  # vmap forgets them
+
+
+class _MappedTypes(TorchFunctionMode):
+    """What autocast does on a CPU, for those functions too that it leaves out there or under `vmap`."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (F.layer_norm, F.rms_norm):
-            args = (args[0].float(), *args[1:])
-        return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        if func in _IN_32 or func in _IN_16:
+            dtype = torch.float32 if func in _IN_32 else torch.bfloat16
+            args, given = tuple(_cast(a, dtype) for a in args), {k: _cast(a, dtype) for k, a in given.items()}
+        return func(*args, **given)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @contextmanager
 def autocast(device: torch.device) -> Iterator[None]:
     """Compute products of this block in bf16."""
-    with torch.autocast(device.type, dtype=torch.bfloat16), _WholeNorms():
+    with torch.autocast(device.type, dtype=torch.bfloat16), _MappedTypes():
         yield
 
 

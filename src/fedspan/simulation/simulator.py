@@ -26,7 +26,7 @@ from fedspan.learn.class_features import class_matrix
 from fedspan.learn.losses import IGNORED, kind_of_labels
 from fedspan.learn.metrics import check_metrics
 from fedspan.learn.precision import training_in
-from fedspan.learn.sgd import gradient
+from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import Federation, Method
 from fedspan.method.fields import flat
@@ -267,7 +267,7 @@ def _try_bf16(task: Task, data: FederatedData) -> None:
     batch = Batch(tree.take(data.x, rows), data.y[rows], None, key(0, "bf16"), 0)
     try:
         with training_in("bf16"):
-            gradient(task.loss, task.init(), batch)
+            sgd(task.loss, task.init(), [batch], 0.0)
     except (RuntimeError, NotImplementedError) as e:
         raise ConfigError(
             f"Task: the model cannot be trained in bf16 ({str(e).splitlines()[0][:160]}); run with"
