@@ -237,8 +237,7 @@ def _from_cache(path: Path, rows: int, limit: int) -> Array | None:
         kept: Array = np.load(path, mmap_mode="r", allow_pickle=False)
         if kept.dtype != np.uint8 or kept.ndim != 4 or len(kept) != rows or kept.nbytes > limit:
             return None
-        whole: Array = np.load(path, allow_pickle=False)  # read in one go: touching mapped pages one by one is slower
-        return whole
+        return kept  # as pages of the file, which is only ever replaced as a whole: nothing is copied
     except (OSError, ValueError, EOFError):  # not there, or damaged: decode again
         return None
 
