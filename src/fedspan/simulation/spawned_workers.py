@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from fedspan.simulation.workers import (
     WorkerProcess,
     interrupts_held,
     serve,
+    several,
 )
 from fedspan.tree import Tree
 from fedspan.wire import framing
@@ -105,13 +106,14 @@ class SpawnedPool(Pool):
         self._sent: bytes | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
         """Results of all jobs, in order, as soon as each and all before it are done.
 
         Raises:
             WorkerDied: if a job has ended several workers, one after another.
         """
-        if len(jobs) > 1 and self.patience <= 0.0 and not self._processes:
+        many, jobs = several(jobs)
+        if many and self.patience <= 0.0 and not self._processes:
             try:
                 self._fill()
             except CannotStart as e:

@@ -16,8 +16,9 @@ import socket
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -43,6 +44,9 @@ class Job:
     shared: str = ""
 
 
+JOBS_AHEAD = 2
+"""Jobs for each worker that are taken before the results of those ahead of them have been handed on."""
+
 MOST_DEATHS = 3
 """Workers that one job may end before it is given up."""
 
@@ -65,8 +69,11 @@ class Executor(Protocol):
         """Make a tree available to the jobs that name it; it replaces what had that name."""
         ...
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
-        """Results of all jobs, in order, as soon as each and all before it are done."""
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
+        """Results of all jobs, in order, as soon as each and all before it are done.
+
+        A job is taken from `jobs` only when it is about to be done: few of them need to exist at a time.
+        """
         ...
 
     def close(self) -> None:
@@ -85,8 +92,8 @@ class InProcess:
         """Make a tree available to the jobs that name it; it replaces what had that name."""
         self._shared[name] = data
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
-        """Results of all jobs, in order."""
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
+        """Results of all jobs, in order; each job is taken when the one before it is done."""
         for job in jobs:
             yield self.handler(job.meta, job.data, self._shared.get(job.shared, EMPTY))
 
@@ -170,6 +177,74 @@ class WorkerProcess:
             os.waitpid(self.pid, 0)
 
 
+class JobWindow:
+    """The jobs of one `run`, taken from an iterable a few at a time.
+
+    Args:
+        width: how many may be taken whose results have not been handed on.
+    """
+
+    def __init__(self, jobs: Iterable[Job], width: int) -> None:
+        self._source, self._width = enumerate(jobs), width
+        self._open: dict[int, Job] = {}  # taken, and without a result
+        self._again: deque[int] = deque()  # to be repeated
+        self._deaths: Counter[int] = Counter()
+        self._done: dict[int, tuple[Meta, Tree]] = {}
+        self._handed_on = 0
+        self._taken: int | None = 0  # None: there are no more
+
+    def take(self) -> tuple[int, Job] | None:
+        """The next job to be done, and its number; None where there is none now."""
+        if self._again:
+            k = self._again.popleft()
+            return k, self._open[k]
+        if self._taken is None or self._taken - self._handed_on >= self._width:
+            return None
+        found = next(self._source, None)
+        if found is None:
+            self._taken = None
+            return None
+        self._taken += 1
+        self._open[found[0]] = found[1]
+        return found
+
+    def done(self, k: int, result: tuple[Meta, Tree]) -> None:
+        """Note the result of job k, which needs not be held any more."""
+        del self._open[k]
+        self._done[k] = result
+
+    def repeat(self, k: int) -> int:
+        """Let job k be done again, first of all; how often that was asked for."""
+        self._again.appendleft(k)
+        self._deaths[k] += 1
+        return self._deaths[k]
+
+    def results(self) -> Iterator[tuple[Meta, Tree]]:
+        """Results that are there, in order, up to the first one that is not."""
+        while self._handed_on in self._done:
+            result = self._done.pop(self._handed_on)
+            self._handed_on += 1
+            yield result
+
+    @property
+    def busy(self) -> bool:
+        """Whether some job has been taken and has no result."""
+        return bool(self._open)
+
+
+def several(jobs: Iterable[Job]) -> tuple[bool, Iterable[Job]]:
+    """Whether there is more than one job, and all of them."""
+    rest = iter(jobs)
+    first = list(islice(rest, 2))
+
+    def every() -> Iterator[Job]:
+        while first:
+            yield first.pop(0)  # not to be held any longer
+        yield from rest
+
+    return len(first) > 1, every()
+
+
 class Pool(InProcess):
     """Runs jobs on `workers` processes; a single job is not worth the way to one.
 
@@ -196,29 +271,28 @@ class Pool(InProcess):
         for process in self._processes:
             process.has.discard(name)
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
         """Results of all jobs, in order, as soon as each and all before it are done.
 
         Raises:
             WorkerDied: if a job has ended several workers, one after another.
         """
-        if len(jobs) <= 1:
+        many, jobs = several(jobs)
+        if not many:
             yield from super().run(jobs)
             return
         self._fill()
-        done: dict[int, tuple[Meta, Tree]] = {}
-        waiting = deque(range(len(jobs)))
-        deaths: Counter[int] = Counter()
+        window = JobWindow(jobs, JOBS_AHEAD * self.workers)
         try:
             with selectors.DefaultSelector() as ready:
                 for w in range(self.workers):
                     self._register(ready, w)
-                    self._give(ready, w, jobs, waiting, deaths)
-                for k in range(len(jobs)):
-                    while k not in done:
-                        for entry, _ in ready.select():
-                            self._take(ready, entry.data, jobs, waiting, deaths, done)
-                    yield done.pop(k)
+                while self._give_all(ready, window):
+                    for entry, _ in ready.select():
+                        self._take(ready, entry.data, window)
+                    for result in window.results():
+                        self._give_all(ready, window)  # so that nobody is idle while the result is looked at
+                        yield result
         finally:
             if any(p.job is not None for p in self._processes):
                 # An error, or nobody wants the rest: answers still under way must not be taken for later ones.
@@ -263,17 +337,21 @@ class Pool(InProcess):
     def _register(self, ready: selectors.BaseSelector, worker: int) -> None:
         ready.register(self._processes[worker].sock, selectors.EVENT_READ, worker)
 
-    def _give(
-        self, ready: selectors.BaseSelector, worker: int, jobs: list[Job], waiting: deque[int], deaths: Counter[int]
-    ) -> None:
+    def _give_all(self, ready: selectors.BaseSelector, window: JobWindow) -> bool:
+        """Give every idle worker a job, as far as there are any; whether any worker has one."""
+        for w in range(self.workers):
+            if self._processes[w].job is None:
+                self._give(ready, w, window)
+        return window.busy
+
+    def _give(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
         """Send the next job to a worker; one that is found dead is replaced, and its replacement gets the job."""
-        while waiting:
-            k = waiting.popleft()
+        while (found := window.take()) is not None:
             try:
-                self._send(self._processes[worker], k, jobs[k])
+                self._send(self._processes[worker], *found)
                 return
             except OSError:
-                self._replace(ready, worker, waiting, deaths)
+                self._replace(ready, worker, window)
 
     def _send(self, process: WorkerProcess, k: int, job: Job) -> None:
         process.job = k
@@ -284,42 +362,31 @@ class Pool(InProcess):
             process.has.add(job.shared)
         framing.send(process.sock, {"meta": job.meta, "shared": job.shared}, pack(job.data))
 
-    def _take(
-        self,
-        ready: selectors.BaseSelector,
-        worker: int,
-        jobs: list[Job],
-        waiting: deque[int],
-        deaths: Counter[int],
-        done: dict[int, tuple[Meta, Tree]],
-    ) -> None:
+    def _take(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
         """Receive what a worker has to say, an answer or its end, and give it something to do."""
         process = self._processes[worker]
         try:
             head, data = framing.receive(process.sock)
         except OSError:
-            self._replace(ready, worker, waiting, deaths)
+            self._replace(ready, worker, window)
         else:
             k, process.job = process.job, None
             assert k is not None
-            done[k] = _result(head, data)
-        self._give(ready, worker, jobs, waiting, deaths)
+            window.done(k, _result(head, data))
+        self._give(ready, worker, window)
 
-    def _replace(self, ready: selectors.BaseSelector, worker: int, waiting: deque[int], deaths: Counter[int]) -> None:
+    def _replace(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
         """Start a worker in the place of a dead one; the dead one's job comes next."""
         dead = self._processes[worker]
         ready.unregister(dead.sock)
         dead.end()
         k, dead.job = dead.job, None
-        if k is not None:
-            waiting.appendleft(k)
-            deaths[k] += 1
-            if deaths[k] >= MOST_DEATHS:
-                raise WorkerDied(
-                    f"Simulator: {MOST_DEATHS} workers ended unexpectedly on the same chunk, the last one process"
-                    f" {dead.pid}, most likely for lack of memory. Use a smaller train.chunk, or train.workers=1; the"
-                    " run can be resumed."
-                )
+        if k is not None and window.repeat(k) >= MOST_DEATHS:
+            raise WorkerDied(
+                f"Simulator: {MOST_DEATHS} workers ended unexpectedly on the same chunk, the last one process"
+                f" {dead.pid}, most likely for lack of memory. Use a smaller train.chunk, or train.workers=1; the"
+                " run can be resumed."
+            )
         self._processes[worker] = self._start()
         self._register(ready, worker)
         if self.told is not None:
