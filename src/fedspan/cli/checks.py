@@ -12,6 +12,7 @@ from fedspan.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from fedspan.studies.claims import Claim
+    from fedspan.studies.theory.outcome import Outcome
 
 Numbers = Mapping[str, Any]
 
@@ -30,6 +31,8 @@ def perform_check(claim: Claim) -> Numbers:
         raise ConfigError(f"claims: {claim.name}: there is no check '{name[:60]}'.{nearest(name[:60], known_checks())}")
     if claim.check.options:
         raise ConfigError(f"claims: {claim.name}: the check '{name}' has no options.")
+    if name in SEEDED:
+        return {"runs": [SEEDED[name](seed).numbers for seed in claim.seeds]}
     return perform_theory(TheoryCheck(name)).numbers
 
 
@@ -84,9 +87,59 @@ def _parameters(claim: Claim) -> Numbers:
     return out
 
 
+def _update_rank(claim: Claim) -> Numbers:
+    """The rank of what FedLoRU has added to each weight, round by round: in how many cases it is the bound's."""
+    from fedspan.config import assemble
+    from fedspan.simulation.simulator import Simulation
+    from fedspan.studies.claims.fair_play import config_of
+    from fedspan.studies.theory import update_rank
+
+    config = config_of(claim, claim.rows[0], {}, claim.seeds[0])
+    simulation = Simulation(*assemble(config), rounds=config.rounds, seed=config.seed, settings=config.train)
+    simulation.run()
+    numbers = update_rank.run(simulation).numbers
+    cases = [
+        (rank, min(bound, layer["full"]))
+        for layer in numbers["layers"].values()
+        for rank, bound in zip(layer["ranks"][1:], numbers["bound"][1:])
+    ]
+    counted = {"cases": len(cases), "equal": sum(a == b for a, b in cases), "above": sum(a > b for a, b in cases)}
+    return {**numbers, **counted, "other": len(cases) - counted["equal"]}
+
+
+def _example_2(seed: int) -> Outcome:
+    from fedspan.studies.theory import example_2
+
+    return example_2.run(seed=seed)
+
+
+def _movielens(seed: int) -> Outcome:
+    from fedspan.studies.theory import movielens
+    from fedspan.studies.theory.ratings import load
+
+    return movielens.compare(load(None), seed=seed, say=note)
+
+
+def _factor_updates(seed: int) -> Outcome:
+    from fedspan.studies.theory import factor_updates
+    from fedspan.studies.theory.images import digits, grey
+
+    size = factor_updates.FULL
+    pictures = digits(None, size.train, size.test, seed), grey(None, size.train // 2, size.test, seed)
+    return factor_updates.compare(*pictures, size, seed=seed, say=note)
+
+
+SEEDED: dict[str, Callable[[int], Outcome]] = {
+    "example-2": _example_2,
+    "movielens": _movielens,
+    "factor-updates": _factor_updates,
+}
+"""Checks of `theory` with one draw of the data: a claim takes one run for each of its seeds, `runs/*`."""
+
 OTHERS: dict[str, Callable[[Claim], Numbers]] = {
     "hessian-rank": _hessian_rank,
     "bytes": _bytes,
     "parameters": _parameters,
+    "update-rank": _update_rank,
 }
 """Checks besides those of `theory`."""

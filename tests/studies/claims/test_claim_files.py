@@ -82,7 +82,7 @@ def test_local_work_is_equal_and_schedules_fit_the_rounds() -> None:
     rows = {row.name: row for row in all_rows(made())}
     assert config_of(made(), rows["a"], {}, 200).method["head_epochs"] == 4
     assert config_of(made(), rows["cfl"], {}, 200).method["start_round"] == 4  # 20 of 100
-    assert usual_fields("fedara", 40, 5) == {"warmup": 4}
+    assert usual_fields("fedara", 5) == {"warmup": "10%"}
     own = made(('method = "fedrep"', 'method = "fedrep"\nfields = { head_epochs = 10 }'))
     assert config_of(own, own.rows[0], {}, 200).method["head_epochs"] == 10
 

@@ -191,7 +191,10 @@ def parse_claim(raw: bytes, paper: str, stem: str) -> Claim:
         not_testable=head.not_testable,
         setting=build(PaperSetting, values.get("setting", {}), f"{who}: [setting]"),
         seeds=head.seeds,
-        tests=tuple(build(DecidingTest, t, f"{who}: [[tests]]") for t in values.get("tests", [])),
+        tests=tuple(
+            build(DecidingTest, ({} if check is None else {"measure": "value"}) | t, f"{who}: [[tests]]")
+            for t in values.get("tests", [])
+        ),
         experiment=values.get("experiment"),
         rows=tuple(build(ClaimRow, r, f"{who}: [[rows]]") for r in values.get("rows", [])),
         tuning=build(TuningBudget, values.get("tuning", {}), f"{who}: [tuning]"),

@@ -50,7 +50,7 @@ def config_of(claim: Claim, row: ClaimRow, extra: Mapping[str, Any], seed: int) 
         put(values, key, value)
     values["method"] = {**values.get("method", {}), "name": row.method, **row.fields, **extra}
     values["seed"] = seed
-    for key, value in usual_fields(row.method, int(values.get("rounds", 100)), _epochs(values)).items():
+    for key, value in usual_fields(row.method, _epochs(values)).items():
         values["method"].setdefault(key, value)
     own = keys_of(find_method(row.method))
     shared = {k for k in claim.experiment.get("method", {}) if k not in own}  # e.g. momentum, which one row lacks
@@ -62,14 +62,14 @@ def _epochs(values: Mapping[str, Any]) -> int:
     return int(values.get("train", {}).get("epochs", 1))
 
 
-def usual_fields(method: str, rounds: int, epochs: int) -> dict[str, Any]:
+def usual_fields(method: str, epochs: int) -> dict[str, Any]:
     """What a row is given where it says nothing: the run's epochs for each part of its work, schedules that fit."""
     made: dict[str, Any] = {}
     if method in WORK:
         made[WORK[method]] = epochs
     if method in SCHEDULES:
         published = keys_of(find_method(method))[SCHEDULES[method]].default
-        made[SCHEDULES[method]] = max(1, round(published * rounds / 100))
+        made[SCHEDULES[method]] = f"{published}%"
     return made
 
 

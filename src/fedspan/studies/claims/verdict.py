@@ -14,7 +14,7 @@ from fedspan.studies.claims.claim_file import Claim, DecidingTest
 LEVEL = 0.90
 """Of intervals: 5 % lie beyond either end, which is where a one-sided test at 5 % decides."""
 EXACT = "exact"
-"""The seed of a figure in which nothing is drawn."""
+"""The seed of a figure without seeds of its own: nothing is drawn, or it counts or averages all draws of a check."""
 
 Figures = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float | None]]]]
 """row → column → measure → seed → value; None where a run diverged."""
