@@ -793,12 +793,12 @@ def speed_page() -> str:
 
         * **Workloads.** A 784-200-200-10 perceptron on 70,000 pictures of MNIST's shape over 100 or 1000 clients; a CNN
           of two 5x5 convolutions on 60,000 of CIFAR's shape over 100; ResNet-9 on 3,000 over 60. Labels follow
-          Dirichlet(0.5), a quarter of each client's examples is held out, 10 % of the clients take part in a round, one local epoch,
-          plain SGD. Pictures are patterns under noise: no file is needed.
+          Dirichlet(0.5), a quarter of each client's examples is held out, 10 % of the clients take part in a round,
+          one local epoch, plain SGD. Pictures are patterns under noise: no file is needed.
         * **Samples per second.** A sample counts once for every gradient that comes back through its loss. Gradients
-          are counted in a run with the same clients and minibatches (`bench/counting.py`), not by a formula. Where a method
-          takes several per example (Ditto two, FedRep with ten epochs of the head eleven), the ratio in brackets counts
-          each participant's examples once per round instead.
+          are counted in a run with the same clients and minibatches (`bench/counting.py`), not by a formula. Where a
+          method takes several per example (Ditto two, FedRep with ten epochs of the head eleven), the ratio in brackets
+          counts each participant's examples once per round instead.
         * **The plain loop** is torch without federation: the same clients' minibatches one after another on one model,
           by the fastest of the ways tried (`torch.autograd.grad` and one in-place step; `torch.optim.SGD` is 5 to 15 %
           slower). It is warm when the clock starts: the first optimiser of a process imports `torch._dynamo`, which

@@ -7,57 +7,23 @@ import os
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 
-import functools
 import json
 import logging
-import sys
 import tempfile
 import warnings
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from torch import Tensor
 
 from bench.measurement import Measurement, Rounds, main
 from bench.models import build
-from bench.workloads import LR, PARTICIPATION, WORKLOADS, Workload
-
-
-@functools.cache
-def _held(name: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Data of a workload, made once in every actor."""
-    data = WORKLOADS[name].data()
-    return torch.from_numpy(data.x), torch.from_numpy(data.y), [torch.from_numpy(r) for r in data.train]
-
-
-def client_app(name: str) -> ClientApp:
-    """An app that trains one local epoch on its node's partition."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        w = WORKLOADS[name]
-        x, y, rows = _held(name)
-        torch.set_num_threads(1)
-        module = build(w)
-        module.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        own = rows[int(context.node_config["partition-id"])]
-        optimizer = torch.optim.SGD(module.parameters(), LR)
-        for at in own[torch.randperm(len(own))].split(w.batch):
-            optimizer.zero_grad()
-            F.cross_entropy(module(x.index_select(0, at)), y.index_select(0, at)).backward()
-            optimizer.step()
-        found = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": len(own)})}
-        return Message(content=RecordDict(found), reply_to=message)
-
-    return app
+from bench.peers.flower_client import client_app
+from bench.workloads import PARTICIPATION, Workload
 
 
 class Timed(FedAvg):  # type: ignore[misc]
@@ -105,5 +71,4 @@ def measure(w: Workload) -> Measurement:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     main(measure)

@@ -6,6 +6,7 @@ https://apple.github.io/pfl-research
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.metadata import version
 
 os.environ.setdefault("PFL_PYTORCH_DEVICE", "cpu")
@@ -70,17 +71,17 @@ class Marks(TrainingProcessCallback):  # type: ignore[misc]
 
 def average(
     module: nn.Module,
-    users: dict[int, tuple[Tensor, Tensor]],
-    val: FederatedDataset | None,
+    train: FederatedDataset,
+    val: FederatedDataset | None = None,
     *,
-    sampler: FederatedDataset,
     rounds: int,
     cohort: int,
     batch: int,
     every: int,
-    callbacks: list[TrainingProcessCallback],
+    judged: int = 0,
+    callbacks: Sequence[TrainingProcessCallback] = (),
 ) -> None:
-    """Federated averaging of `rounds` iterations; with `val`, evaluated on it every so often."""
+    """Federated averaging of `rounds` iterations, evaluated on `judged` users of `val` at every so many of them."""
     model = PyTorchModel(
         model=Judged(module),
         local_optimizer_create=torch.optim.SGD,
@@ -91,13 +92,13 @@ def average(
             central_num_iterations=rounds,
             evaluation_frequency=every,
             train_cohort_size=cohort,
-            val_cohort_size=0 if val is None else len(users),
+            val_cohort_size=judged,
         ),
-        backend=SimulatedBackend(training_data=sampler, val_data=val, postprocessors=[WeightByDatapoints()]),
+        backend=SimulatedBackend(training_data=train, val_data=val, postprocessors=[WeightByDatapoints()]),
         model=model,
         model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=batch),
         model_eval_params=NNEvalHyperParams(local_batch_size=None),
-        callbacks=callbacks,
+        callbacks=list(callbacks),
         send_metrics_to_platform=False,
     )
 
@@ -116,8 +117,9 @@ def measure(w: Workload) -> Measurement:
         return Dataset(raw_data=list(users[user]), user_id=str(user))
 
     sampler = FederatedDataset(dataset, lambda: next(order))
-    more = {"rounds": w.rounds + 1, "cohort": w.participants, "batch": w.batch, "every": 10**9}
-    average(build(w), users, None, sampler=sampler, callbacks=[Marks(rounds)], **more)  # type: ignore[arg-type]
+    cohort = w.participants
+    marks = [Marks(rounds)]
+    average(build(w), sampler, rounds=w.rounds + 1, cohort=cohort, batch=w.batch, every=10**9, callbacks=marks)
     return {**rounds.measurement(), "version": f"pfl {version('pfl')}"}
 
 
