@@ -36,6 +36,7 @@ from fedspan.learn.losses import (
     takes_mask,
     token_loss,
 )
+from fedspan.learn.precision import autocast, is_bf16
 from fedspan.randomness import fold, torch_seed, uniform
 from fedspan.tree import Inputs, Params, Tree
 
@@ -61,7 +62,8 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
-        return x * (uniform(self.key, shape, x.dtype) >= self.p) / (1.0 - self.p)
+        dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype  # 8 bits would shift the probability
+        return x * (uniform(self.key, shape, dtype) >= self.p) / (1.0 - self.p)
 
 
 class Task:
@@ -283,7 +285,7 @@ class Task:
         With `fresh` the given tensors are left alone, otherwise they are changed in place. None, and nothing changed,
         if the model or this choice of parameters cannot be stepped this way; the first, fresh step decides.
         """
-        if self._fused is None or params.keys() != set(self.names):
+        if self._fused is None or is_bf16() or params.keys() != set(self.names):
             return None
         module, step, names = self._fused
         leaf = {k: p.detach().requires_grad_() for k, p in params.items()}
@@ -461,7 +463,16 @@ class Task:
     def _run(
         self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None, layer: str | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs, and what goes into `layer` on the way."""
+        """Outputs, and what goes into `layer` on the way; in float32, also where the pass itself is in bf16."""
+        if not (is_bf16() and module.training):
+            return self._pass(module, params, x, key, layer)
+        with autocast(tree.leaves(x)[0].device):
+            output, seen = self._pass(module, params, x, key, layer)
+        return output.float(), None if seen is None else seen.float()
+
+    def _pass(
+        self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None, layer: str | None
+    ) -> tuple[Tensor, Tensor | None]:
         if self.stats and module.training:
             # The forward pass writes running statistics in place: only into tensors the training loop owns.
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
