@@ -160,9 +160,8 @@ def _table_part(table: Table, limit: int, shape: Shape | None, columns: Mapping[
 def _values(column: Any) -> Array:
     """A column as an array; whole numbers by their memory, as pyarrow's own way imports pandas for half a second."""
     kind = str(column.type)
-    if column.null_count == 0 and kind.startswith(("int", "uint")) and hasattr(column, "buffers"):
-        held = np.frombuffer(column.buffers()[1] or b"", kind)
-        return held[column.offset : column.offset + len(column)]
+    if len(column) and column.null_count == 0 and kind.startswith(("int", "uint")) and hasattr(column, "buffers"):
+        return np.frombuffer(column.buffers()[1], kind)[column.offset : column.offset + len(column)]
     return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
