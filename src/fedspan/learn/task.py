@@ -490,8 +490,11 @@ class Task:
 
         def run(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
             args, named = _arguments(inputs)
-            call = lambda: functional_call(module, params, args, named) if params else module(*args, **named)
-            return run_watched(module, layer, lambda: outputs_of(call()))
+
+            def call() -> Tensor:
+                return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
+
+            return run_watched(module, layer, call)
 
         return self.layout(run, x)
 
