@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Lt
 
-from fedspan.learn.batches import Batch
+from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.safeguard import shortened, some
 from fedspan.learn.sgd import NO_PROX, Loss, Prox, adamw, sgd
 from fedspan.tree import Tree
 
@@ -22,6 +23,7 @@ class Optimizer:
         "optimizer": "rule",
         "momentum": "momentum",
         "weight_decay": "weight_decay",
+        "safeguard": "safeguard",
     }
 
     rule: Literal["sgd", "adamw"] = "sgd"
@@ -30,6 +32,8 @@ class Optimizer:
     """Momentum of the clients' SGD."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """Weight decay of the clients' optimiser, decoupled for AdamW."""
+    safeguard: bool = True
+    """Whether local training that raised the loss of its own examples is taken again with shorter steps."""
 
     @property
     def plain(self) -> bool:
@@ -43,8 +47,30 @@ class Optimizer:
         """
         return 0.0 if self.rule == "adamw" else lr * strength / (1 + self.momentum)
 
-    def fit(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox = NO_PROX) -> Tree:
-        """Train `params` on a stream, one step per batch; `prox` is applied to single parameters after every step."""
+    def fit(
+        self,
+        loss: Loss,
+        params: Tree,
+        batches: Iterable[Batch],
+        lr: float,
+        prox: Prox = NO_PROX,
+        measured: Loss | None = None,
+    ) -> Tree:
+        """Train `params` on a stream, one step per batch; `prox` is applied to single parameters after every step.
+
+        Args:
+            measured: what the safeguard measures, where the values of `loss` are not those of an objective.
+        """
+        stream = batches if isinstance(batches, Batches) else list(batches)
+        first = next(iter(stream), None) if self.safeguard and lr else None
+        if first is None:
+            return self._train(loss, params, stream, lr, prox)
+        few, value = some(first), loss if measured is None else measured
+        return shortened(
+            lambda rate: self._train(loss, params, stream, rate, prox), params, lambda p: value(p, few), lr
+        )
+
+    def _train(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox) -> Tree:
         if self.rule == "adamw":
             return adamw(loss, params, batches, lr, weight_decay=self.weight_decay, prox=prox)
         return sgd(loss, params, batches, lr, momentum=self.momentum, weight_decay=self.weight_decay, prox=prox)
