@@ -121,7 +121,7 @@ def test_a_thousandfold_learning_rate_trains_nevertheless() -> None:
     calm, wild = (finished(FedAvg(lr=lr), rounds=6).result for lr in (0.1, 100.0))  # type: ignore[attr-defined]
     assert wild.measures["loss"]["mean"] < 2 * calm.measures["loss"]["mean"]
     plain = finished(FedAvg(lr=100.0, optimizer=PLAIN), rounds=6).result  # type: ignore[attr-defined]
-    assert plain.measures["loss"]["mean"] > 100 * wild.measures["loss"]["mean"]
+    assert plain.measures["loss"]["mean"] > 10 * wild.measures["loss"]["mean"]
 
 
 def test_a_phase_is_judged_by_few_examples() -> None:

@@ -20,9 +20,9 @@ from conftest import assert_close, finished, make_task, method_of
 from fedspan import tree
 from fedspan.learn.task import Task
 from fedspan.method import ClientInfo, Federation
-from fedspan.methods import METHODS, FedAvg, FedLMT, FedSim, PFedPara, PflMfPaper, make
+from fedspan.methods import METHODS, FedAvg, FedLMT, FedSim, PFedPara, make
 from fedspan.methods.equivalences import LINES, Line, of
-from fedspan.methods.pfl_mf import PflMfAlgorithm1
+from fedspan.methods.pfl_mf import PflMfAlgorithm1, algorithm_1
 from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -100,7 +100,7 @@ def test_one_literal_step_on_u_is_the_gradient_step(mapping: str) -> None:
     options = {"mapping": mapping, "batch_size": "full", "rounds": 2}
     paper = finished(PflMfAlgorithm1(**fields), **options)
     for step in ("literal", "plain"):
-        one = finished(method_of(PflMfPaper, u_update="train", u_steps=1, server_step=step, **fields), **options)
+        one = finished(algorithm_1(u_update="train", u_steps=1, server_step=step, **fields), **options)
         assert_close(one.record.server["U"], paper.record.server["U"])
     start = finished(PflMfAlgorithm1(**fields), rounds=0).record.server["U"]
     assert float((start - paper.record.server["U"]).abs().max()) > 1e-4

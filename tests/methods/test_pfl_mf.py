@@ -15,7 +15,7 @@ from fedspan.learn.task import Task
 from fedspan.method import Federation, Method
 from fedspan.method.fields import keys_of
 from fedspan.methods import FedAvg, PflMf, PflMfJoint, PflMfPaper
-from fedspan.methods.pfl_mf import PflMfAlgorithm1
+from fedspan.methods.pfl_mf import PflMfAlgorithm1, algorithm_1
 from fedspan.simulation.settings import Settings, sample
 from fedspan.tree import Tree
 
@@ -127,11 +127,11 @@ def test_v_starts_from_one_unit_vector_or_from_one_of_each_clients_own(form: typ
 
 def test_from_one_v_algorithm_1_is_one_model_for_all_until_a_v_has_moved() -> None:
     """With v frozen, one common v of length 1 makes a round FedSGD on θ = U v: only data can separate the clients."""
-    common = finished(PflMfPaper(rank=3, start="common", v_steps=0, lr=0.3), batch_size="full", epochs=1)
+    common = finished(algorithm_1(rank=3, start="common", v_steps=0, lr=0.3), batch_size="full", epochs=1)
     all_models = [common.personal(i)[1] for i in range(7)]
     for model in all_models[1:]:
         assert_same(model, all_models[0])
-    theta = finished(PflMfPaper(rank=3, start="common"), rounds=0).personal(0)[1]
+    theta = finished(algorithm_1(rank=3, start="common"), rounds=0).personal(0)[1]
 
     class Begun(FedAvg):
         def init_server(self, task: Task, federation: Federation) -> Tree:
@@ -140,5 +140,5 @@ def test_from_one_v_algorithm_1_is_one_model_for_all_until_a_v_has_moved() -> No
     sgd = finished(Begun(lr=0.3, weighting="uniform"), batch_size="full", epochs=1)
     assert_close(all_models[0], sgd.record.server["theta"])
     assert float((tree.ravel(all_models[0]) - tree.ravel(theta)).abs().max()) > 1e-3
-    moved = finished(PflMfPaper(rank=3, start="common", v_steps=1, v_scale="1", lr=0.3))
+    moved = finished(algorithm_1(rank=3, start="common", v_steps=1, v_scale="1", lr=0.3))
     assert len({tree.digest(moved.personal(i)[1]) for i in range(7)}) > 1

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Lt
+from torch import Tensor
 
 from fedspan.learn.batches import Batch, Batches
 from fedspan.learn.safeguard import shortened, some
 from fedspan.learn.sgd import NO_PROX, Loss, Prox, adamw, sgd
 from fedspan.tree import Tree
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +65,23 @@ class Optimizer:
             measured: what the safeguard measures, where the values of `loss` are not those of an objective.
         """
         stream = batches if isinstance(batches, Batches) else list(batches)
-        first = next(iter(stream), None) if self.safeguard and lr else None
+        train = lambda rate: self._train(loss, params, stream, rate, prox)
+        return self.guarded(train, params, loss if measured is None else measured, stream, lr)
+
+    def guarded(
+        self,
+        train: Callable[[float], P],
+        start: P,
+        loss: Callable[[P, Batch], Tensor],
+        batches: Iterable[Batch],
+        lr: float,
+    ) -> P:
+        """`train(lr)`, shortened by the safeguard if there is one: judged by `loss` on some of the first batch."""
+        first = next(iter(batches), None) if self.safeguard and lr else None
         if first is None:
-            return self._train(loss, params, stream, lr, prox)
-        few, value = some(first), loss if measured is None else measured
-        return shortened(
-            lambda rate: self._train(loss, params, stream, rate, prox), params, lambda p: value(p, few), lr
-        )
+            return train(lr)
+        few = some(first)
+        return shortened(train, start, lambda at: loss(at, few), lr)
 
     def _train(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox) -> Tree:
         if self.rule == "adamw":

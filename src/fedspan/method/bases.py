@@ -59,6 +59,10 @@ class Training(Method):
         """
         return self.optimizer.fit(loss, params, batches, self.lr if lr is None else lr, prox, measured)
 
+    def descend(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float) -> Tree:
+        """Train `params` by plain steps, whatever the method's optimiser is; its safeguard is kept."""
+        return Optimizer(safeguard=self.optimizer.safeguard).fit(loss, params, batches, lr)
+
 
 def weight_by_field(method: Averaging) -> Weight:
     """How uploads are weighted, as the field `weighting` says."""

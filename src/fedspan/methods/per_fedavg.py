@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Epochs, Steps
-from fedspan.learn.sgd import Loss, gradient, hessian_product, sgd
+from fedspan.learn.sgd import Loss, gradient, hessian_product
 from fedspan.learn.task import Task
 from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count, NonNegative, Positive
@@ -89,4 +89,4 @@ class PerFedAvg(Sharing):
         return result
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
-        return sgd(task.loss, super().personal(task, client, down, visit), visit["adapt"], self.alpha)
+        return self.descend(task.loss, super().personal(task, client, down, visit), visit["adapt"], self.alpha)
