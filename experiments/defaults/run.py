@@ -27,6 +27,7 @@ from fedspan.methods import METHODS, make
 from fedspan.simulation.simulator import Simulation
 from fedspan.storage.atomic import write_atomic
 from fedspan.storage.toml import plain
+from fedspan.tree import digest
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "docs" / "defaults"
@@ -46,16 +47,17 @@ def code() -> str:
 
 
 def one(setting: str, method: str, seed: int) -> dict[str, Any]:
-    """One method with its defaults on one seed: accuracy over the rounds, or why it ended without one."""
+    """One method with its defaults on one seed: accuracy and how many different models, or why it ended without."""
     more = [f"seed={seed}", f"method.name={method}", "train.workers=1"]
     try:
         config = load_config(HERE / f"{setting}.toml", more)
         built, task, data = assemble(config)
-        result = Simulation(built, task, data, rounds=config.rounds, seed=seed, settings=config.train).run()
+        sim = Simulation(built, task, data, rounds=config.rounds, seed=seed, settings=config.train)
+        result = sim.run()
     except FedspanError as e:
-        return {"accuracy": None, "curve": [], "ended": str(e)}
-    curve = [[line["round"], line["accuracy"]["mean"]] for line in result.curve if "accuracy" in line]
-    return {"accuracy": result.accuracy["mean"], "worst": result.accuracy["p10"], "curve": curve, "ended": ""}
+        return {"accuracy": None, "models": 0, "ended": str(e)}
+    models = len({digest(sim.personal(client)[1]) for client in range(data.clients)})
+    return {"accuracy": round(result.accuracy["mean"], 6), "models": models, "ended": ""}
 
 
 def run(setting: str, methods: list[str], seeds: list[int], out: Path) -> list[dict[str, Any]]:
@@ -64,9 +66,9 @@ def run(setting: str, methods: list[str], seeds: list[int], out: Path) -> list[d
     version = code()
     for method in methods:
         fields = plain(flat(make(method)))
-        digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        chosen = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
         for seed in seeds:
-            row = {"method": method, "seed": seed, "defaults": digest, "code": version}
+            row = {"method": method, "seed": seed, "defaults": chosen, "code": version}
             if any(row.items() <= old.items() for old in kept):
                 continue
             kept = [old for old in kept if (old["method"], old["seed"]) != (method, seed)]

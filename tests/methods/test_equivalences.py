@@ -71,7 +71,7 @@ def test_pfedpara_without_its_second_matrix_is_fedlmt(mapping: str) -> None:
 
             return client, Sent(self.weigh(visit), mean={"theta": theta})
 
-    first = method_of(Zero, rank=2, **STEPS).model(make_task(), None).init()
+    first = method_of(Zero, rank=2, private_head=False, **STEPS).model(make_task(), None).init()
 
     class Same(FedLMT):
         def rank_of(self, shape: torch.Size, rho: float) -> int:
@@ -83,7 +83,7 @@ def test_pfedpara_without_its_second_matrix_is_fedlmt(mapping: str) -> None:
                 parts[f] = {k: first[k[:-1] + old] for k in parts[f]}
             return {**parts, "theta": {k: first[k] for k in parts["theta"]}}
 
-    a = finished(method_of(Zero, rank=2, **STEPS), mapping=mapping)
+    a = finished(method_of(Zero, rank=2, private_head=False, **STEPS), mapping=mapping)
     b = finished(method_of(Same, layers="all", frobenius=False, **STEPS), mapping=mapping)
     mine, other = a.record.server["theta"], b.record.server
     for k, U in other["U"].items():

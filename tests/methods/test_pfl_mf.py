@@ -35,7 +35,7 @@ def mean(trained: list[tuple[int, Tree]]) -> Tree:
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_the_joint_form_is_fedper_on_u_and_v_as_the_public_code_runs_it(mapping: str, kind: str) -> None:
     """Every parameter is averaged, v included; a client has its own v from its first visit on, before that the mean."""
-    method, task, data = PflMfJoint(rank=RANK, lr=LR), make_task(kind), make_data(kind)
+    method, task, data = PflMfJoint(rank=RANK, lr=LR, start="published"), make_task(kind), make_data(kind)
     sim = finished(method, kind, mapping=mapping, **OPTIONS)
     names = method.factorised(task)
     like = tree.select(task.init(), names)
@@ -68,10 +68,10 @@ def test_the_joint_form_is_fedper_on_u_and_v_as_the_public_code_runs_it(mapping:
 
 
 def test_a_client_that_was_never_sampled_has_the_mean_v() -> None:
-    sim = finished(PflMfJoint(rank=RANK, lr=LR), **{**OPTIONS, "rounds": 1})
+    sim = finished(PflMfJoint(rank=RANK, lr=LR, start="published"), **{**OPTIONS, "rounds": 1})
     chosen = {int(i) for i in sample(7, Settings(participation=0.6), 5, 1)}
     server, like = sim.record.server, make_task().init()
-    first = finished(PflMfJoint(rank=RANK, lr=LR), rounds=0).record.server["v"]
+    first = finished(PflMfJoint(rank=RANK, lr=LR, start="published"), rounds=0).record.server["v"]
     assert float((server["v"] - first).abs().max()) > 1e-3  # the mean has moved
     for i in range(7):
         row = sim.record.row(i)
@@ -81,7 +81,7 @@ def test_a_client_that_was_never_sampled_has_the_mean_v() -> None:
 
 
 def test_all_clients_of_the_joint_form_start_from_one_v_and_u_within_its_bounds() -> None:
-    sim = finished(PflMfJoint(rank=3), rounds=0)
+    sim = finished(PflMfJoint(rank=3, start="published"), rounds=0)
     server = sim.record.server
     for i in range(7):
         assert_same(sim.record.row(i)["v"], server["v"])

@@ -80,8 +80,9 @@ def pfl_mf_paper(p: Problem, f: Fields) -> Found:
 @reference(
     "pfl-mf-joint",
     "description of the published code: FedPer's loop on (U, v), v averaged with U",
+    {"rank": 3, "start": "published"},
+    {"rank": 2, "start": "published", "lr": 0.02},
     {"rank": 3},
-    {"rank": 2, "lr": 0.02},
 )
 def pfl_mf_joint(p: Problem, f: Fields) -> Found:
     big_u, centre, own = p.server["U"], p.server["v"], {}
