@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import tomllib
 from collections.abc import Iterator
@@ -18,11 +19,11 @@ from fedspan import report
 from fedspan.cli import running
 from fedspan.errors import ConfigError
 from fedspan.methods import METHODS
-from fedspan.studies.papers import available, candidates, finals, load_experiment
+from fedspan.studies.papers import available, candidates, config_of, describe, finals, load_experiment
 from fedspan.studies.papers.curves import draw, series
 from fedspan.studies.papers.experiment_file import PaperRow, slug
 from fedspan.studies.papers.published import parse
-from fedspan.studies.papers.step_sizes import RowOutcome, config_of
+from fedspan.studies.papers.step_sizes import RowOutcome
 
 TINY = """
 rounds = 2
@@ -167,6 +168,30 @@ def test_grid_of_the_paper_form() -> None:
         assert job.config.seed == 0 and len(job.folder.name) <= 100
     assert len({j.folder for j in paper}) == 14
     assert finals(e, e.rows[0], 0.1, {}, 2)[1].config.train.evaluate_part == "test"
+
+
+def test_seeds_of_the_tests_may_be_others_than_that_of_the_choice() -> None:
+    e = parse(TINY.replace("seeds = 2", "seeds = 2\nfirst_seed = 200"), "tiny")
+    assert {job.config.seed for job in candidates(e, e.rows[0])} == {0}
+    assert [job.config.seed for job in finals(e, e.rows[0], 0.1, {}, 2)] == [200, 201]
+    said = " ".join(describe(e, config_of(e, e.rows[0], 0.1, {}, []), 2))
+    assert "of each client, seed 0)" in said and "over seeds 200 to 201." in said
+    with pytest.raises(ConfigError, match="first_seed must be an integer >= 0"):
+        parse(TINY.replace("seeds = 2", "first_seed = -1"), "tiny")
+
+
+def test_setup_3_has_both_starts_and_both_readings_of_the_v_step_at_every_rank() -> None:
+    root = Path(__file__).parents[2]
+    e = load_experiment(str(root / "experiments" / "setup3.toml"))
+    forms = [
+        (row.fields["start"], row.fields["v_scale"], row.fields["rank"], len(candidates(e, row)))
+        for row in e.rows
+        if row.method == "pfl-mf-paper"
+    ]
+    assert sorted(forms) == sorted(itertools.product(("common", "random"), ("1", "1/n"), (1, 5, 10, 15), (1, 5)))
+    tuned = [len(candidates(e, row)) for row in e.rows]
+    assert set(tuned) == {1, 5} and all(row.lr == (0.1,) for row in e.rows if len(row.lr) == 1)
+    assert all(config_of(e, row, 0.1, {}, []).train.mapping == "vmap" for row in e.rows)
 
 
 def test_validation_takes_nothing_from_the_test_part() -> None:
