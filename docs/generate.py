@@ -279,6 +279,148 @@ def conformance_page() -> str:
     return page("Conformance", *parts)
 
 
+# ------------------------------------------------------------------------------------------------ claims
+
+
+def claims_page() -> str:
+    """Every claim with its verdict, computed from the stored outcomes; what was not run, and its minutes."""
+    from fedspan.studies.claims import catalogue
+    from fedspan.studies.claims.claim_file import papers
+
+    found = [(claim, *decided(claim)) for claim in catalogue()]
+    counts: dict[str, int] = {}
+    for _, _, d in found:
+        counts[d.word] = counts.get(d.word, 0) + 1
+    intro = f"""\
+        What the four papers claim, and what came out: {len(found)} claims, of which
+        {", ".join(f"{n} {word}" for word, n in counts.items())}. Every verdict on this page is computed from a stored
+        outcome by the claim's own test; none is typed. `fedspan claims run NAME` repeats one, `fedspan claims verify`
+        holds all outcomes to their hashes and computes some again.
+
+        A test is a difference between two rows, taken seed by seed, with its mean and Student's 90 % interval: it
+        passes where the interval lies beyond the bar, fails where it lies on the other side, and decides nothing where
+        it lies on both. A claim holds if all of its tests pass; *only if* names the condition under which they do.
+        Every row gets the same number of trials of the same length on development seeds 0 to 9, starting from one grid
+        that goes on beyond its end; * marks a chosen step size that nothing brackets. Figures are of seeds 200 and on.
+        Controls stand in every table, and a second part of a client's work has the run's epochs. Most settings are
+        small: a verdict is one on the setting named beside it, whose differences from the paper's are listed."""
+    parts = [textwrap.dedent(intro).splitlines()]
+    for paper, about in papers().items():
+        rows = [
+            (
+                f"[{c.stem}](claims-{paper}.md#{c.stem})",
+                c.sentence,
+                f"**{d.text}**",
+                main_effect(d),
+                "" if o is None else f"{o.seconds / 60:.1f}",
+            )
+            for c, o, d in found
+            if c.paper == paper
+        ]
+        titles = ("claim", "what the paper says", "verdict", "effect [90 % interval]", "minutes")
+        parts.append([f"## {about['title']}", "", f"{about['reference']}.", "", *table(titles, rows)])
+    waiting = [(c.name, c.sentence, f"{c.minutes:g}") for c, o, d in found if d.word == "not run"]
+    total = sum(c.minutes for c, _, d in found if d.word == "not run")
+    words = ["## Not run", "", f"{len(waiting)} claims, about {total:,.0f} minutes of one core in all.", ""]
+    parts.append(words + (table(("claim", "what the paper says", "minutes, estimated"), waiting) if waiting else []))
+    return page("Claims", *parts)
+
+
+def decided(claim: Any) -> tuple[Any, Any]:
+    """The stored outcome of a claim, if there is one, and the verdict.
+
+    Raises:
+        SystemExit: if the outcome is damaged, or of another version of the claim.
+    """
+    from fedspan.studies.claims import decide, stored_outcomes
+    from fedspan.studies.claims.outcome_file import faults
+
+    stored = stored_outcomes((claim,))
+    outcome = stored.outcomes.get(claim.name)
+    wrong = [*stored.damaged.values(), *([] if outcome is None else faults(claim, outcome))]
+    if wrong:
+        sys.exit(f"{claim.name}: {'; '.join(wrong)}. `fedspan claims run {claim.name}` makes it anew.")
+    return outcome, decide(claim, None if outcome is None else outcome.figures)
+
+
+def main_effect(decision: Any) -> str:
+    """Effect and interval of the first test without a condition."""
+    return next((t.interval for t in decision.tests if not t.only_if), "")
+
+
+def claims_of(paper: str) -> str:
+    """The claims of one paper, each with settings, tests, its table, and what every row was given."""
+    from fedspan.studies.claims import catalogue
+    from fedspan.studies.claims.claim_file import papers
+    from fedspan.studies.claims.claim_pages import effort_table, figure_table, test_table
+
+    about = papers()[paper]
+    parts: list[list[str]] = [
+        [f"{about['reference']}. [All claims](claims.md) has how to read this page."],
+    ]
+    for claim in (c for c in catalogue() if c.paper == paper):
+        outcome, decision = decided(claim)
+        why = f": {claim.not_testable}" if claim.not_testable else ""
+        lines = [
+            f"## {claim.stem}",
+            "",
+            f"> {claim.sentence}",
+            "",
+            f"*{claim.place}.* **Verdict: {decision.text}{why}.**",
+        ]
+        told = [("The paper", claim.setting.paper), ("Here", claim.setting.ours)]
+        lines += ["", *(f"* *{who}*: {text}" for who, text in told if text)]
+        lines += [f"* *Differs*: {d}." for d in claim.setting.differences]
+        for made in (test_table(claim, decision), figure_table(claim, outcome), effort_table(claim, outcome)):
+            if made is not None:
+                lines += ["", *table(made.titles, made.rows)]
+        lines += ["", *provenance(claim, outcome)]
+        parts.append(lines)
+    return page(f"Claims of {about['title']}", *parts)
+
+
+def claims_by_method() -> str:
+    """Each method's own table: every stored outcome that it has a row in, its figure, step size and steps."""
+    from fedspan.studies.claims import catalogue
+    from fedspan.studies.claims.claim_pages import summary
+
+    rows: dict[str, list[tuple[str, ...]]] = {}
+    for claim in catalogue():
+        outcome, _ = decided(claim)
+        for name, told in (outcome.effort if outcome is not None else {}).items():
+            columns = outcome.figures[name]
+            figures = [summary(columns.get(c, {}).get("accuracy", {}), percent=True) for c in ("tuned", "published")]
+            lr = "none" if told.lr is None else f"{told.lr:g}{'*' if told.edge else ''}"
+            link = f"[{claim.name}](claims-{claim.paper}.md#{claim.stem})"
+            rows.setdefault(told.method, []).append((link, name, *figures, lr, f"{told.steps:g}"))
+    intro = """\
+        Every method in every stored table of [the claims](claims.md), as subject or control: accuracy in percent,
+        mean and spread over reported seeds, the step size its trials chose (* where nothing brackets it), and gradient
+        steps of a client in a round. Methods without a row have not stood in a table yet."""
+    parts = [textwrap.dedent(intro).splitlines()]
+    titles = ("claim", "row", "as tuned", "as published", "step size", "steps a round")
+    for title, methods in families():
+        shown = [n for n in methods if n in rows]
+        if shown:
+            parts.append([f"## {title}"])
+        parts += [[f"### {n}", "", *table(titles, rows[n])] for n in shown]
+    return page("Methods in the claims' tables", *parts)
+
+
+def provenance(claim: Any, outcome: Any) -> list[str]:
+    """How an outcome was made, or what it would cost."""
+    if claim.not_testable:
+        return []
+    if outcome is None:
+        return [f"Not run: about {claim.minutes:g} minutes of one core; `fedspan claims run {claim.name}`."]
+    seeds = ", ".join(map(str, outcome.seeds["reported"])) or "none (nothing is drawn)"
+    chosen = ", ".join(map(str, outcome.seeds["development"]))
+    made = ", ".join(f"{k} {v}" for k, v in outcome.versions.items())
+    lines = [f"Reported seeds: {seeds}." + (f" Step sizes chosen on seed {chosen}." if chosen else "")]
+    lines += [f"{outcome.seconds:,.0f} s; {made}; code `{outcome.code}`, outcome `{outcome.sha256[:16]}`."]
+    return [" ".join(lines)]
+
+
 # ------------------------------------------------------------------------------------------------ experiment files
 
 
@@ -302,7 +444,8 @@ def configuration_page() -> str:
         `name` is one of [the methods](methods.md), or `package.module:Class` for
         [one of your own](../tutorials/add_a_method.md), which needs `--allow-code PACKAGE`; the other keys are the
         fields of that method. In a comparison `[methods.NAME]` holds what only one method gets, and keys of `[method]`
-        that a method lacks but another has are left out for it."""
+        that a method lacks but another has are left out for it. A number of rounds may be a share of the run's:
+        `start_round = "20%"`."""
     sections: list[tuple[str, str, list[str]]] = [
         ("At the top", "", keys(RunConfig, without=tables)),
         ("[data]", "The sources are listed in [Data](data.md).", keys(DataConfig)),
@@ -784,6 +927,8 @@ def python_page() -> str:
 
 def pages() -> Mapping[Path, str]:
     """Every file that is written, with its text."""
+    from fedspan.studies.claims.claim_file import papers
+
     return {
         ROOT / "README.md": readme(),
         DOCS / "reference" / "configuration.md": configuration_page(),
@@ -795,6 +940,9 @@ def pages() -> Mapping[Path, str]:
         DOCS / "reference" / "python.md": python_page(),
         DOCS / "reference" / "equivalences.md": equivalences_page(),
         DOCS / "reference" / "conformance.md": conformance_page(),
+        DOCS / "reference" / "claims.md": claims_page(),
+        DOCS / "reference" / "claims-methods.md": claims_by_method(),
+        **{DOCS / "reference" / f"claims-{paper}.md": claims_of(paper) for paper in papers()},
         DOCS / "explanation" / "natural-federations.md": natural_page(),
     }
 
