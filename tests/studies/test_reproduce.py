@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import tomllib
 from collections.abc import Iterator
@@ -178,20 +177,6 @@ def test_seeds_of_the_tests_may_be_others_than_that_of_the_choice() -> None:
     assert "of each client, seed 0)" in said and "over seeds 200 to 201." in said
     with pytest.raises(ConfigError, match="first_seed must be an integer >= 0"):
         parse(TINY.replace("seeds = 2", "first_seed = -1"), "tiny")
-
-
-def test_setup_3_has_both_starts_and_both_readings_of_the_v_step_at_every_rank() -> None:
-    root = Path(__file__).parents[2]
-    e = load_experiment(str(root / "experiments" / "setup3.toml"))
-    forms = [
-        (row.fields["start"], row.fields["v_scale"], row.fields["rank"], len(candidates(e, row)))
-        for row in e.rows
-        if row.method == "pfl-mf-paper"
-    ]
-    assert sorted(forms) == sorted(itertools.product(("common", "random"), ("1", "1/n"), (1, 5, 10, 15), (1, 5)))
-    tuned = [len(candidates(e, row)) for row in e.rows]
-    assert set(tuned) == {1, 5} and all(row.lr == (0.1,) for row in e.rows if len(row.lr) == 1)
-    assert all(config_of(e, row, 0.1, {}, []).train.mapping == "vmap" for row in e.rows)
 
 
 def test_validation_takes_nothing_from_the_test_part() -> None:
