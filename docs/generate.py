@@ -998,6 +998,50 @@ def python_page() -> str:
 # ------------------------------------------------------------------------------------------------ all of them
 
 
+# ------------------------------------------------------------------------------------------------ defaults
+
+SETTINGS = {
+    "digits": "Digits whose labels are permuted: 20 clients in 4 groups, batches of 16, 2 epochs, 15 rounds",
+    "setup3": "Setup 3 of pFL-MF: MNIST, 1000 clients in 10 groups, 100 rounds, a tenth of them in each",
+    "mnist": "6,000 digits of MNIST over 20 clients with uneven labels, 20 rounds",
+    "cifar": "3,000 pictures of CIFAR-10 at 16 × 16 over 10 clients with uneven labels, a convolutional network",
+}
+
+
+def defaults_page() -> str:
+    """What every method reaches with its defaults, from the outcomes in docs/defaults."""
+    intro = """\
+        No option is given but the setting, which is a file in `experiments/defaults`; step sizes are the methods' own.
+        Defaults were chosen on seeds 0 to 9, figures are from others. `python experiments/defaults/run.py` repeats
+        them, and this page is written from what it keeps in `docs/defaults`. A method whose clients all have the same
+        model at the end is marked *one model*: where labels mean different things to different clients, no such model
+        can be right for all."""
+    parts = [textwrap.dedent(intro).splitlines()]
+    for name, title in SETTINGS.items():
+        path = DOCS / "defaults" / f"{name}.json"
+        if path.is_file():
+            rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            parts.append([f"## {title}", "", *defaults_table(rows)])
+    return page("Methods with their defaults", *parts)
+
+
+def defaults_table(rows: list[dict[str, Any]]) -> list[str]:
+    """A row per method: mean accuracy, that of every seed, the difference from Local."""
+    by: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by.setdefault(row["method"], []).append(row)
+    seeds = sorted({row["seed"] for row in rows})
+    mean = {k: statistics.fmean(r["accuracy"] for r in v) for k, v in by.items() if all(not r["ended"] for r in v)}
+    lines = []
+    for method, found in by.items():
+        each = {r["seed"]: "" if r["accuracy"] is None else f"{100 * r['accuracy']:.1f}" for r in found}
+        gap = f"{100 * (mean[method] - mean['local']):+.1f}" if method in mean and "local" in mean else ""
+        said = found[0]["ended"] or ("one model" if all(r["models"] == 1 for r in found) else "")
+        shown_mean = f"{100 * mean[method]:.1f}" if method in mean else ""
+        lines.append([f"`{method}`", shown_mean, gap, *(each.get(s, "") for s in seeds), said])
+    return table(["method", "mean, %", "over Local", *(f"seed {s}" for s in seeds), ""], lines)
+
+
 def pages() -> Mapping[Path, str]:
     """Every file that is written, with its text."""
     from fedspan.studies.claims.claim_file import papers
@@ -1016,6 +1060,7 @@ def pages() -> Mapping[Path, str]:
         DOCS / "reference" / "claims.md": claims_page(),
         DOCS / "reference" / "claims-methods.md": claims_by_method(),
         **{DOCS / "reference" / f"claims-{paper}.md": claims_of(paper) for paper in papers()},
+        DOCS / "reference" / "defaults.md": defaults_page(),
         DOCS / "explanation" / "natural-federations.md": natural_page(),
         DOCS / "explanation" / "speed.md": speed_page(),
     }
