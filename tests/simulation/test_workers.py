@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +20,17 @@ import torch
 
 from conftest import assert_same
 from fedspan.errors import ConfigError, FedspanError, Refused
-from fedspan.simulation.workers import JOBS_AHEAD, Job, Meta, Pool, WorkerDied, WorkerError, can_fork, executor_of
+from fedspan.simulation.workers import (
+    JOBS_AHEAD,
+    RESULTS_AHEAD,
+    Job,
+    Meta,
+    Pool,
+    WorkerDied,
+    WorkerError,
+    can_fork,
+    executor_of,
+)
 from fedspan.tree import Outer, Tree
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are forked on Linux only; others: test_spawned_workers")
@@ -77,19 +88,22 @@ def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_jobs_are_made_when_they_are_about_to_be_done(workers: int) -> None:
-    made, ahead = 0, []
+    made, ahead, alive = list[weakref.ref[Job]](), [], []
 
     def jobs() -> Iterator[Job]:
-        nonlocal made
-        for k in range(20):
-            made += 1
-            yield job(k, sleep=0.03 if k == 0 else 0.0)  # the first one holds up the results of all others
+        for k in range(40):
+            one = job(k, sleep=0.03 if k == 0 else 0.0)  # the first one holds up the results of all others
+            made.append(weakref.ref(one))
+            alive.append(sum(r() is not None for r in made))
+            yield one
+            del one
 
     with closing(executor_of(handle, workers)) as pool:
         for k, (meta, _) in enumerate(pool.run(jobs())):
             assert meta["k"] == k
-            ahead.append(made - k)
-    assert len(ahead) == 20 and max(ahead) <= (1 if workers == 1 else JOBS_AHEAD * workers + 1)
+            ahead.append(len(made) - k)
+    assert len(ahead) == 40 and max(ahead) <= (1 if workers == 1 else RESULTS_AHEAD * workers + 1)
+    assert max(alive) <= (2 if workers == 1 else JOBS_AHEAD * workers + 1)  # one that was just given may linger
 
 
 @pytest.mark.parametrize("workers", [1, 2])
