@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedspan import tree
@@ -33,7 +34,11 @@ from fedspan.storage.tree_file import (
 )
 from fedspan.tree import Tree
 
-# The two back ends. `at` are positions 0..n-1 in the group, not client ids.
+PIECE_BYTES = 1 << 20
+"""Records that are copied at a time when rows are taken: what the cache holds, and no second copy of all of them."""
+
+# The two back ends. `at` are positions 0..n-1 in the group, not client ids. Both can hold rows that are not in force
+# yet (`stage`), let them replace those that are (`accept`), and go back once (`undo`).
 
 
 class _Memory:
@@ -41,12 +46,31 @@ class _Memory:
 
     def __init__(self, n: int, width: int) -> None:
         self._table: Block = torch.empty((n, width), dtype=torch.uint8).numpy()
+        self._staged: list[tuple[Places, Block]] = []
+        self._before: list[tuple[Places, Block]] = []
 
     def read(self, at: Places) -> Block:
         return self._table[at]
 
     def write(self, at: Places, block: Block) -> None:
         self._table[at] = block
+
+    def stage(self, at: Places, block: Block) -> None:
+        self._staged.append((at, block))
+
+    def accept(self) -> None:
+        for at, block in self._staged:
+            self._before.append((at, self._table[at]))
+            self._table[at] = block
+        self._staged = []
+
+    def undo(self) -> None:
+        for at, block in self._before:
+            self._table[at] = block
+        self.settle()
+
+    def settle(self) -> None:
+        self._staged, self._before = [], []
 
     def restore(self, segment: Segment, at: Places) -> None:
         for part, block in segment.blocks():
@@ -71,6 +95,9 @@ class _Disk:
         self._where = np.full(n, self._NOWHERE, np.int64)  # number of a segment, or one of the two above
         self._place = np.zeros(n, np.int64)
         self._used = 0  # slots of the scratch file
+        self._free: list[int] = []  # of those, the ones that hold nothing
+        self._staged: list[tuple[Places, Places]] = []  # positions, and slots of the scratch file
+        self._before: list[tuple[Places, Places, Places]] = []  # positions, and where their rows were
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
         # It lives as long as it is open: a killed process leaves nothing behind.
@@ -92,16 +119,51 @@ class _Disk:
         return out
 
     def write(self, at: Places, block: Block) -> None:
-        new = at[self._where[at] != self._SCRATCH]
-        places = dict(zip(new.tolist(), range(self._used, self._used + len(new))))
-        for k, position in enumerate(at.tolist()):
-            self._file.seek(places.get(position, int(self._place[position])) * self._width)
+        slots = self._place[at]
+        new = self._where[at] != self._SCRATCH
+        slots[new] = self._slots(int(new.sum()))
+        self._fill(slots, block)
+        # Only now, so that a full disk leaves the old rows in place.
+        self._where[at], self._place[at] = self._SCRATCH, slots
+
+    def stage(self, at: Places, block: Block) -> None:
+        slots = self._slots(len(at))
+        self._staged.append((at, slots))
+        self._fill(slots, block)
+
+    def accept(self) -> None:
+        for at, slots in self._staged:
+            self._before.append((at, self._where[at], self._place[at]))
+            self._where[at], self._place[at] = self._SCRATCH, slots
+        self._staged = []
+
+    def undo(self) -> None:
+        for at, where, place in self._before:
+            self._free += self._place[at].tolist()
+            self._where[at], self._place[at] = where, place
+        self._before = []
+        self.settle()
+
+    def settle(self) -> None:
+        for _, slots in self._staged:
+            self._free += slots.tolist()
+        for _, where, place in self._before:
+            self._free += place[where == self._SCRATCH].tolist()
+        self._staged, self._before = [], []
+
+    def _slots(self, number: int) -> Places:
+        """Slots of the scratch file that hold nothing."""
+        again, self._free = self._free[:number], self._free[number:]
+        more = range(self._used, self._used + number - len(again))
+        self._used += len(more)
+        return np.array([*again, *more], np.int64)
+
+    def _fill(self, slots: Places, block: Block) -> None:
+        for k, slot in enumerate(slots.tolist()):
+            self._file.seek(slot * self._width)
             done = 0
             while done < self._width:
                 done += self._file.write(block[k, done:].data) or 0
-        # Only now, so that a full disk leaves the old rows in place.
-        self._where[new], self._place[new] = self._SCRATCH, np.arange(self._used, self._used + len(new))
-        self._used += len(new)
 
     def restore(self, segment: Segment, at: Places) -> None:
         self._where[at], self._place[at] = len(self._segments), np.arange(len(at))
@@ -112,7 +174,7 @@ class _Disk:
             self._segments.clear()
         self.restore(segment, at)
         self._file.truncate(0)
-        self._used = 0
+        self._used, self._free, self._staged, self._before = 0, [], [], []
 
 
 class ClientStore:
@@ -156,6 +218,8 @@ class ClientStore:
         )
         self._touched, self._changed = np.zeros(n, bool), np.zeros(n, bool)
         self._held = np.zeros(n, bool)  # rows in `_rows`: the touched ones; in memory also initial ones asked for
+        self._staged: list[Places] = []
+        self._before: list[tuple[Places, list[NDArray[np.bool_]]]] = []
         self.segments: list[Segment] = []
         for segment in segments:
             unknown = [i for i in segment.ids.tolist() if i not in self._position]
@@ -169,7 +233,8 @@ class ClientStore:
 
     def take(self, ids: Sequence[int] | Tensor) -> Tree:
         """The states of `ids`, stacked in that order: a copy, on the CPU."""
-        return self._unpack(self._read(self._at(ids)))
+        at, step = self._at(ids), max(1, PIECE_BYTES // max(1, self.row_bytes))
+        return self._unpack(len(at), (self._read(at[k : k + step]) for k in range(0, len(at), step)))
 
     def row(self, i: int) -> Tree:
         """The state of one client."""
@@ -178,20 +243,56 @@ class ClientStore:
 
     def put(self, ids: Sequence[int] | Tensor, rows: Tree) -> None:
         """Replace the states of `ids` (each once) by the rows of a stacked tree of the types and shapes `init` gave."""
+        at = self._write(ids, rows, self._rows.write)
+        for flags in self._flags:
+            flags[at] = True
+
+    def stage(self, ids: Sequence[int] | Tensor, rows: Tree) -> None:
+        """Hold new states of `ids`, where the store holds its rows, without replacing those they have."""
+        self._staged.append(self._write(ids, rows, self._rows.stage))
+
+    def accept(self) -> None:
+        """Let what was staged replace the states that clients have."""
+        self._rows.accept()
+        for at in self._staged:
+            self._before.append((at, [flags[at] for flags in self._flags]))
+            for flags in self._flags:
+                flags[at] = True
+        self._staged = []
+
+    def undo(self) -> None:
+        """Go back to the states before `accept`, and forget what is staged."""
+        self._rows.undo()
+        for at, before in self._before:
+            for flags, was in zip(self._flags, before):
+                flags[at] = was
+        self._staged, self._before = [], []
+
+    def settle(self) -> None:
+        """Forget what is staged, and how it was before `accept`."""
+        self._rows.settle()
+        self._staged, self._before = [], []
+
+    @property
+    def _flags(self) -> tuple[NDArray[np.bool_], ...]:
+        return self._touched, self._changed, self._held
+
+    def _write(self, ids: Sequence[int] | Tensor, rows: Tree, write: Callable[[Places, Block], None]) -> Places:
+        """Give packed rows to the back end; the places of `ids`, none of them where a row has no bytes."""
         at = self._at(ids)
         if len(np.unique(at)) != len(at):
             raise ValueError("Client store: put needs every client once; some id occurs twice.")
         block = self._pack(rows, len(at))
         if not self.row_bytes:
-            return
+            return at[:0]
         try:
-            self._rows.write(at, block)
+            write(at, block)
         except OSError as e:
             raise CheckpointError(
                 f"Client store: the rows of {len(at)} clients could not be written to disk: {e.strerror}. "
                 "Free space, or raise the memory budget."
             ) from e
-        self._touched[at] = self._changed[at] = self._held[at] = True
+        return at
 
     def touched_ids(self) -> list[int]:
         """Clients whose state was ever replaced, in the order of `clients`."""
@@ -213,7 +314,7 @@ class ClientStore:
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             block = self._read(self._at(part))
-            rows = self._unpack(block)
+            rows = self._unpack(len(block), [block])
             if not tree.all_finite(rows):
                 bad = next(i for k, i in enumerate(part) if not tree.all_finite(tree.take(rows, k)))
                 raise Divergence(f"the private state of client {bad} holds NaN or infinity")
@@ -225,6 +326,7 @@ class ClientStore:
         self._rows.saved(segment, at, base)
         self.segments = [segment] if base else [*self.segments, segment]
         self._changed[at] = False
+        self._staged, self._before = [], []
 
     def _at(self, ids: Sequence[int] | Tensor) -> Places:
         wanted: Sequence[int] = ids.tolist() if isinstance(ids, Tensor) else ids
@@ -257,14 +359,14 @@ class ClientStore:
             block[:, start:end] = as_bytes(leaf).reshape(n, end - start)
         return block
 
-    def _unpack(self, block: Block) -> Tree:
-        spans = iter(zip(self._ends, self._ends[1:]))
-
-        def leaf(like: Tensor) -> Tensor:
-            start, end = next(spans)
-            # A copy of its own, so that it is aligned whatever came before it in the record.
-            data = torch.from_numpy(block[:, start:end].copy())
-            return data.reshape(-1).view(like.dtype).reshape(len(block), *like.shape)
-
-        out: Tree = tree.map(leaf, self._like)
+    def _unpack(self, n: int, blocks: Iterable[Block]) -> Tree:
+        """Records as a tree; every leaf has memory of its own, so that it is aligned whatever came before it."""
+        out: Tree = tree.map(lambda like: torch.empty((n, *like.shape), dtype=like.dtype), self._like)
+        columns = [as_bytes(leaf).reshape(n, -1) if leaf.numel() else None for leaf in tree.leaves(out)]
+        start = 0
+        for block in blocks:
+            for column, a, b in zip(columns, self._ends, self._ends[1:]):
+                if column is not None:
+                    column[start : start + len(block)] = block[:, a:b]
+            start += len(block)
         return out
