@@ -294,7 +294,7 @@ def test_dropped_is_a_keyed_part_of_the_sampled() -> None:
 
 
 def run(method: Method, rounds: int = 3, seed: int = 1, **settings: Any) -> Simulation:
-    chosen = {"batch_size": 8, "participation": 0.5, "workers": 1, "dtype": "float64"} | settings
+    chosen = {"batch_size": 8, "participation": 0.5, "workers": 1, "precision": "float64"} | settings
     sim = Simulation(method, make_task(), make_data(), rounds=rounds, seed=seed, settings=Settings(**chosen))
     sim.result = sim.run()  # type: ignore[attr-defined]
     return sim
@@ -316,10 +316,10 @@ def test_an_empty_bernoulli_round_is_skipped_and_recorded() -> None:
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 def test_the_same_seed_twice_gives_the_same_digest(method: Method, mapping: str) -> None:
     torch.manual_seed(1)
-    a = run(method, mapping=mapping, dtype="float64")
+    a = run(method, mapping=mapping, precision="float64")
     torch.manual_seed(2)
     np.random.seed(3)
-    b = run(method, mapping=mapping, dtype="float64")
+    b = run(method, mapping=mapping, precision="float64")
     assert a.result.digest == b.result.digest == a.record.digest()  # type: ignore[attr-defined]
     assert a.result.per_client == b.result.per_client  # type: ignore[attr-defined]
     assert run(method, mapping=mapping, seed=2).record.digest() != a.record.digest()

@@ -57,10 +57,12 @@ def test_rows_are_replaced_by_naming_slots_and_can_be_taken_back() -> None:
     new = store.reserve(2)
     table.scatter(new, stacked(100, 101))
     assert_same(store.take([10, 11]), tree.stack([state(10), state(5)]))  # nothing is replaced yet
-    before = store.replace([11, 12], new)
+    store.stage_slots([11, 12], new)
+    assert_same(store.take([11, 12]), stacked(5, 12))
+    store.accept()
     assert_same(store.take([11, 12]), stacked(100, 101))
     assert store.touched_ids() == store.changed_ids() == [11, 12]
-    store.replace([11, 12], before)
+    store.undo()
     assert_same(store.take([11, 12]), stacked(5, 12))
     assert store.touched_ids() == [11]
     store.settle()
@@ -75,7 +77,8 @@ def test_there_is_always_room_to_replace_every_row() -> None:
         store.settle()
         to = store.reserve(3)
         store.table.scatter(to, stacked(turn, turn + 1, turn + 2))
-        store.replace(range(3), to)
+        store.stage_slots(range(3), to)
+        store.accept()
         assert_same(store.take(range(3)), stacked(turn, turn + 1, turn + 2))
     assert store.reserve(1) == []  # what was replaced last can still be taken back
 

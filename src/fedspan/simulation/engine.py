@@ -21,6 +21,7 @@ from fedspan.errors import ConfigError, FedspanError
 from fedspan.learn.batches import SHUFFLED, Amount, Batch, Batches, Epochs, Index, KeyedTransform, draw, pad, rows_of
 from fedspan.learn.folded import folding
 from fedspan.learn.metrics import UndefinedMetric
+from fedspan.learn.precision import Precision, training_in
 from fedspan.learn.sgd import gradient, sgd
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
@@ -102,6 +103,8 @@ class Engine:
     mapping: Way
     evaluation_batch: int = 512
     judging: EvaluationSettings = field(default_factory=EvaluationSettings)
+    precision: Precision = "float32"
+    """What training passes are computed in; float64 where the task and the data are."""
 
     def __post_init__(self) -> None:
         self._models: dict[Capacity, Task] = {}
@@ -375,7 +378,8 @@ class Engine:
         """The weights one client predicts with."""
         task = self.model(capacity)
         visit = self.visit(capacity, round, client, self.able.adapts.personal_plan(task), common)
-        result: Tree = tree.detach(self.method.personal(task, row, down, visit))
+        with training_in(self.precision):
+            result: Tree = tree.detach(self.method.personal(task, row, down, visit))
         return result
 
     def visit(self, capacity: Capacity, round: int, client: int, plan: Mapping[str, Amount], common: Tree) -> Visit:
@@ -407,7 +411,8 @@ class Engine:
                 visit, held, _ = self._visit(i, round, plan, common, part, capacity)
                 try:
                     row, mine = tree.aligned((tree.take(rows, k), tree.take(own, k)))
-                    result = tree.detach(one(row, mine, visit, held))
+                    with training_in(self.precision):
+                        result = tree.detach(one(row, mine, visit, held))
                     results.append(result if finish is None else finish(result, i))
                 except RuntimeError as e:
                     raise RuntimeError(f"round {round}, client {i}: {e}") from e
@@ -430,7 +435,7 @@ class Engine:
             return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
         dims = (0, 0, 0, 0, 0, None if relabel is None else 0)
-        with folding() if self.mapping == "folded" else nullcontext():
+        with folding() if self.mapping == "folded" else nullcontext(), training_in(self.precision):
             found = vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
         return found if finish is None else tree.stack([finish(tree.take(found, k), i) for k, i in enumerate(ids)])
 
@@ -498,12 +503,13 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Way:
     return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
 
 
-def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap") -> str | None:
+def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap", precision: Precision = "float32") -> str | None:
     """Why a model or loss cannot be computed for many clients at once, seen on two examples; None if it can.
 
     Two clients take one gradient each, together and alone; the second has one example, an empty slot and other weights.
     It shows code that vmap cannot run (branches on values, `.item()`), models whose examples depend on one another, and
-    layers that read other layers' weights, which cannot be folded.
+    layers that read other layers' weights, which cannot be folded. Gradients are compared in full precision; in bf16 it
+    is only tried whether there are any, as its rounding would hide what differs.
     """
     params, stream = task.init(), key(0, "mapping")
     starts = [params, tree.map(lambda t: t * 0.9 + 0.01, params)]
@@ -518,6 +524,9 @@ def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap") -> str | 
             warnings.simplefilter("ignore")  # slow operators are told about by the run itself
             with folding() if way == "folded" else nullcontext():
                 together = vmap(mapped)(tree.stack(starts), rows, slots)
+                if precision == "bf16":
+                    with training_in(precision):
+                        vmap(mapped)(tree.stack(starts), rows, slots)
     except ConfigError:
         raise
     except Exception as e:  # whatever a model of somebody's own raises when it is traced

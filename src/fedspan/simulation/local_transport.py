@@ -26,10 +26,11 @@ from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped, sample
 from fedspan.simulation.transport import Collected, MeasuredClients, in_order, partial_sum
 from fedspan.simulation.workers import Executor, Job, Meta, available_cores, executor_of, forks
+from fedspan.storage.client_store import ClientStore
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 """Private states and downloads of the clients that are judged in one piece of work."""
 
 OWN_BYTES = 64 << 20
@@ -85,16 +86,12 @@ class LocalTransport:
         self._executor: Executor | None = None
         self._shared: dict[int, Tree] = {}  # what clients of a capacity were last sent in common
         self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
-        self._tables = list(zip(record.stores, record.tables))  # rows that workers read and write in place
-        self._trained: list[tuple[list[int], Tree | list[int]]] = []  # clients, rows after the round or their slots
-        self._replaced: list[tuple[list[int], Tree | list[int]]] = []  # clients, and what they had before `keep`
         self._own_told: list[tuple[list[int], Meta]] = []  # clients, and what was measured of their own models
+        self._tables = list(zip(record.stores, record.tables))  # rows that workers read and write in place
 
     def __getstate__(self) -> dict[str, Any]:
         """What a spawned worker needs to handle chunks: all but what only this process may touch."""
-        here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_trained": [], "_replaced": []}
-        here["_own_told"] = []
-        here["_shared"] = {}
+        here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_own_told": [], "_shared": {}}
         return self.__dict__ | here
 
     @property
@@ -132,6 +129,7 @@ class LocalTransport:
 
     def train(self, t: int, sampled: Sequence[int], ledger: Ledger) -> Collected:
         """Run `client_update` of all sampled clients that are not lost; chunks come in a fixed order."""
+        self.record.settle()
         lost = dropped(list(sampled), self.settings, self.engine.seed, t)
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
         groups = self._groups("train", t, going, ledger, {i: len(self.data.train[i]) for i in going})
@@ -143,8 +141,7 @@ class LocalTransport:
             answering, own = [i not in lost for i in ids], not last.isdisjoint(ids)
             return {"answering": answering, "own": own, "bounds": usual.before}
 
-        got, self._trained, self._replaced, self._own_told = Collected(sampled), [], [], []
-        self.record.settle()
+        got, self._own_told = Collected(sampled), []
         now: dict[int, Capacity] = {}
         up: Counter[Capacity] = Counter()
         waiting: list[tuple[Meta, Meta, Tree]] = []
@@ -156,7 +153,7 @@ class LocalTransport:
             now |= dict.fromkeys(job["ids"], capacity)
             ledger.add_names(Direction.UP, meta["bytes"])
             up[capacity] += sum(meta["bytes"].values())
-            self._trained.append((job["ids"], job["to"] if "to" in job else answer["rows"]))
+            self._stage(job, answer)
             self._own_told.append((job["ids"], meta.get("own", {})))
             measured += [Measured(values) for values in meta["measured"]]
             cuts |= dict(meta["cut"])
@@ -205,25 +202,30 @@ class LocalTransport:
                 self._hold(job)
             yield job, meta, data
 
+    def _stage(self, job: Meta, answer: Tree) -> None:
+        """Stage the rows that a chunk brings, or has left in slots."""
+        if "to" in job:
+            self._store(job).stage_slots(job["ids"], job["to"])
+        else:
+            self.record.stage(job["ids"], answer.pop("rows"))
+
     def _hold(self, job: Meta) -> None:
         """Remember the initial rows that a chunk has computed, not to compute them again."""
-        found = self.record.in_place(job["ids"])
-        assert found is not None
-        found[1].hold([i for i, slot in zip(job["ids"], job["slots"]) if slot < 0], job["first"])
+        self._store(job).hold([i for i, slot in zip(job["ids"], job["slots"]) if slot < 0], job["first"])
+
+    def _store(self, job: Meta) -> ClientStore:
+        return self.record.stores[self._tables[job["table"]][0]]
 
     def keep(self) -> None:
-        """Put the clients' new rows into the store."""
-        for ids, new in self._trained:
-            self._replaced.append((ids, self.record.replace(ids, new)))
+        """Let the clients' new rows replace those they had."""
+        self.record.accept()
         for ids, told in self._own_told:
             self._keep_own(ids, told)
-        self._trained, self._own_told = [], []
+        self._own_told = []
 
     def take_back(self) -> None:
-        """Put the rows back that `keep` has replaced."""
-        for ids, old in self._replaced:
-            self.record.replace(ids, old)
-        self._trained, self._replaced = [], []
+        """Let clients have the rows again that they had before the round."""
+        self.record.undo()
 
     def announce(self, news: Tree, ledger: Ledger) -> None:
         """Count what every client would be sent; all share the record's common state."""

@@ -242,9 +242,34 @@ class Record:
 
     def put(self, ids: Sequence[int], rows: Tree) -> None:
         """Replace their private states by the rows of a stacked tree."""
+        for store, mine, part in self._parts(ids, rows):
+            store.put(mine, part)
+
+    def stage(self, ids: Sequence[int], rows: Tree) -> None:
+        """Hold new private states until the round they come from is accepted."""
+        for store, mine, part in self._parts(ids, rows):
+            store.stage(mine, part)
+
+    def accept(self) -> None:
+        """Let the states that were staged replace those clients had."""
+        for store in self.stores.values():
+            store.accept()
+
+    def undo(self) -> None:
+        """Go back to the private states before the last round, accepted or not."""
+        for store in self.stores.values():
+            store.undo()
+
+    def settle(self) -> None:
+        """Give up the way back."""
+        for store in self.stores.values():
+            store.settle()
+
+    def _parts(self, ids: Sequence[int], rows: Tree) -> Iterator[tuple[ClientStore, list[int], Tree]]:
+        """Stacked rows by the stores they belong to."""
         for c, at in self._grouped(ids).items():
             part = rows if len(at) == len(ids) else tree.take(rows, torch.tensor(at))
-            self.stores[c].put([ids[k] for k in at], part)
+            yield self.stores[c], [ids[k] for k in at], part
 
     def in_place(self, ids: Sequence[int]) -> tuple[int, ClientStore] | None:
         """The store whose table has the rows of all these clients, and its number; None if they must travel."""
@@ -256,20 +281,6 @@ class Record:
     def tables(self) -> list[RowTable | None]:
         """Of every store the rows that workers can read and write in place."""
         return [store.table for store in self.stores.values()]
-
-    def settle(self) -> None:
-        """Make room in the tables of rows: what was replaced last cannot be taken back any more."""
-        for store in self.stores.values():
-            if store.table is not None:
-                store.settle()
-
-    def replace(self, ids: Sequence[int], new: Tree | list[int]) -> Tree | list[int]:
-        """Replace private states, by rows or by slots that have them; what they were, to be put back the same way."""
-        if isinstance(new, list):
-            return self.stores[self.federation.capacities[ids[0]]].replace(ids, new)
-        old = self.take(ids)
-        self.put(ids, new)
-        return old
 
     def _grouped(self, ids: Sequence[int]) -> dict[Capacity, list[int]]:
         """Places in `ids` by store: what clients can afford may differ where what they have now does not."""
