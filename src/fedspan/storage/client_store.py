@@ -7,7 +7,6 @@ of segments (`treefile.Segment`), later ones winning.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,23 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import CheckpointError, Divergence
-from fedspan.storage.tree_file import (
-    BLOCK_BYTES,
-    Block,
-    Places,
-    RawFile,
-    Segment,
-    as_bytes,
-    describe,
-    read_at,
-    segment_header,
-)
+from fedspan.storage.row_table import Empty, RowLayout, RowTable, uninitialised
+from fedspan.storage.tree_file import BLOCK_BYTES, Block, Places, RawFile, Segment, read_at, segment_header
 from fedspan.tree import Tree
 
 PIECE_BYTES = 1 << 20
@@ -42,39 +31,67 @@ PIECE_BYTES = 1 << 20
 
 
 class _Memory:
-    """One table; `torch.empty` so that rows nobody writes are never resident (NumPy asks for huge pages)."""
+    """A table with a second slot for every client, so that what replaces rows can be written beside them."""
 
-    def __init__(self, n: int, width: int) -> None:
-        self._table: Block = torch.empty((n, width), dtype=torch.uint8).numpy()
-        self._staged: list[tuple[Places, Block]] = []
-        self._before: list[tuple[Places, Block]] = []
+    NOWHERE = -1
+
+    def __init__(self, n: int, layout: RowLayout) -> None:
+        self.table = RowTable(layout, 2 * n)
+        self.slot = np.full(n, self.NOWHERE, np.int64)
+        self._free: list[int] = []
+        self._end = 0  # slots from here on were never used
+        self._staged: list[tuple[Places, Places]] = []  # positions, and slots
+        self._before: list[tuple[Places, Places]] = []
+
+    @property
+    def spare(self) -> int:
+        """How many slots can be reserved."""
+        return len(self._free) + self.table.slots - self._end
+
+    def reserve(self, number: int) -> list[int]:
+        """Slots that no row is in."""
+        used = [self._free.pop() for _ in range(min(number, len(self._free)))]
+        new = range(self._end, self._end + number - len(used))
+        self._end = new.stop
+        return used + list(new)
 
     def read(self, at: Places) -> Block:
-        return self._table[at]
+        block, slots = np.empty((len(at), self.table.layout.width), np.uint8), self.slot[at]
+        held = np.flatnonzero(slots >= 0)
+        block[held] = self.table.rows[slots[held]]
+        return block
 
     def write(self, at: Places, block: Block) -> None:
-        self._table[at] = block
+        new = at[self.slot[at] == self.NOWHERE]
+        self.slot[new] = self.reserve(len(new))
+        self.table.rows[self.slot[at]] = block
 
     def stage(self, at: Places, block: Block) -> None:
-        self._staged.append((at, block))
+        slots = np.array(self.reserve(len(at)), np.int64)
+        self.table.rows[slots] = block
+        self.stage_slots(at, slots)
+
+    def stage_slots(self, at: Places, slots: Places) -> None:
+        self._staged.append((at, slots))
 
     def accept(self) -> None:
-        for at, block in self._staged:
-            self._before.append((at, self._table[at]))
-            self._table[at] = block
+        for at, slots in self._staged:
+            self._before.append((at, self.slot[at]))
+            self.slot[at] = slots
         self._staged = []
 
     def undo(self) -> None:
-        for at, block in self._before:
-            self._table[at] = block
+        for at, slots in self._before:
+            self.slot[at] = slots
         self.settle()
 
     def settle(self) -> None:
         self._staged, self._before = [], []
+        self._free = np.setdiff1d(np.arange(self._end), self.slot)[::-1].tolist()
 
     def restore(self, segment: Segment, at: Places) -> None:
         for part, block in segment.blocks():
-            self._table[at[part]] = block
+            self.write(at[part], block)
 
     def saved(self, segment: Segment, at: Places, base: bool) -> None:
         pass
@@ -201,11 +218,8 @@ class ClientStore:
             raise ValueError("Client store: client ids must differ; some id occurs twice.")
         first: Tree = init(self.clients[0]) if self.clients else {}
         self._init = init
-        self._like: Tree = tree.map(lambda a: a.detach().to("meta"), first)
-        self._described = describe(first)
-        self.structure = json.dumps(self._described)
-        self._ends = np.cumsum([0, *(a.nbytes for a in tree.leaves(self._like))]).tolist()
-        self.row_bytes: int = self._ends[-1]
+        self._layout = RowLayout(first)
+        self.structure, self.row_bytes = self._layout.structure, self._layout.width
         self.on_disk = len(self.clients) * self.row_bytes > budget_bytes
         self._directory = directory
         self.restore([])
@@ -214,7 +228,7 @@ class ClientStore:
         """Become what a checkpoint saved (`Loaded.rows[k]`); without segments, the initial state of every client."""
         n = len(self.clients)
         self._rows: _Memory | _Disk = (
-            _Disk(n, self.row_bytes, self._directory) if self.on_disk else _Memory(n, self.row_bytes)
+            _Disk(n, self.row_bytes, self._directory) if self.on_disk else _Memory(n, self._layout)
         )
         self._touched, self._changed = np.zeros(n, bool), np.zeros(n, bool)
         self._held = np.zeros(n, bool)  # rows in `_rows`: the touched ones; in memory also initial ones asked for
@@ -231,10 +245,10 @@ class ClientStore:
             self._touched[at] = self._held[at] = True
             self.segments.append(segment)
 
-    def take(self, ids: Sequence[int] | Tensor) -> Tree:
-        """The states of `ids`, stacked in that order: a copy, on the CPU."""
+    def take(self, ids: Sequence[int] | Tensor, empty: Empty = uninitialised) -> Tree:
+        """The states of `ids`, stacked in that order: a copy, on the CPU, in tensors that `empty` gives."""
         at, step = self._at(ids), max(1, PIECE_BYTES // max(1, self.row_bytes))
-        return self._unpack(len(at), (self._read(at[k : k + step]) for k in range(0, len(at), step)))
+        return self._unpack(len(at), (self._read(at[k : k + step]) for k in range(0, len(at), step)), empty)
 
     def row(self, i: int) -> Tree:
         """The state of one client."""
@@ -272,6 +286,42 @@ class ClientStore:
         """Forget what is staged, and how it was before `accept`."""
         self._rows.settle()
         self._staged, self._before = [], []
+
+    # Rows in memory can also be read and written in place, by whoever has the table.
+
+    @property
+    def table(self) -> RowTable | None:
+        """The rows of all clients, where worker processes can have them in place."""
+        shared = isinstance(self._rows, _Memory) and self._rows.table.descriptor is not None
+        return self._in_memory.table if shared else None
+
+    def slots(self, ids: Sequence[int]) -> list[int]:
+        """Where in the table the states of `ids` are; negative for initial ones that must be computed."""
+        found: list[int] = self._in_memory.slot[self._at(ids)].tolist()
+        return found
+
+    def reserve(self, number: int) -> list[int]:
+        """Slots of the table that no state is in, and nobody else is given before the next `settle`.
+
+        After a `settle` there is one for every client; none are given where there are fewer than asked for.
+        """
+        return self._in_memory.reserve(number) if number <= self._in_memory.spare else []
+
+    def stage_slots(self, ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Stage new states of `ids` that somebody has written to slots of the table."""
+        at = self._at(ids)
+        self._in_memory.stage_slots(at, np.array(slots, np.int64))
+        self._staged.append(at)
+
+    def hold(self, ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Note where initial states are that somebody has computed."""
+        at = self._at(ids)
+        self._in_memory.slot[at], self._held[at] = slots, True
+
+    @property
+    def _in_memory(self) -> _Memory:
+        assert isinstance(self._rows, _Memory)
+        return self._rows
 
     @property
     def _flags(self) -> tuple[NDArray[np.bool_], ...]:
@@ -347,26 +397,17 @@ class ClientStore:
         return block
 
     def _pack(self, rows: Tree, n: int) -> Block:
-        given = describe(rows, 1)
-        if given != self._described:
-            raise ValueError(f"Client store: rows must be {self._described}, as init gave. Got {given}.")
         block = np.empty((n, self.row_bytes), np.uint8)
-        parts: list[Tensor] = []
-        tree.map(lambda _, a: parts.append(a), self._like, rows)  # in the order of init, whatever the order of rows
-        for leaf, start, end in zip(parts, self._ends, self._ends[1:]):
-            if len(leaf) != n:
-                raise ValueError(f"Client store: {n} ids need {n} rows. Got {len(leaf)}.")
-            block[:, start:end] = as_bytes(leaf).reshape(n, end - start)
+        for part, (start, end) in zip(self._layout.parts(rows, n), self._layout.spans):
+            block[:, start:end] = part
         return block
 
-    def _unpack(self, n: int, blocks: Iterable[Block]) -> Tree:
+    def _unpack(self, n: int, blocks: Iterable[Block], empty: Empty = uninitialised) -> Tree:
         """Records as a tree; every leaf has memory of its own, so that it is aligned whatever came before it."""
-        out: Tree = tree.map(lambda like: torch.empty((n, *like.shape), dtype=like.dtype), self._like)
-        columns = [as_bytes(leaf).reshape(n, -1) if leaf.numel() else None for leaf in tree.leaves(out)]
-        start = 0
+        out = self._layout.stack(n, empty)
+        parts, start = self._layout.parts(out, n), 0
         for block in blocks:
-            for column, a, b in zip(columns, self._ends, self._ends[1:]):
-                if column is not None:
-                    column[start : start + len(block)] = block[:, a:b]
+            for part, (a, b) in zip(parts, self._layout.spans):
+                part[start : start + len(block)] = block[:, a:b]
             start += len(block)
         return out
