@@ -112,6 +112,6 @@ WORKLOADS = {
         Workload("mlp-1000-b32", "MLP 1000 b32", "mlp", 1000, 32, 70_000, 14),
         Workload("cnn-100-b256", "CNN b256", "cnn", 100, 256, 60_000, 2),
         Workload("cnn-100-b32", "CNN b32", "cnn", 100, 32, 60_000, 2),
-        Workload("resnet9-60-b32", "ResNet-9 b32", "resnet9", 60, 32, 3_000, 2),
+        Workload("resnet9-100-b32", "ResNet-9 b32", "resnet9", 100, 32, 2_400, 2),
     )
 }
