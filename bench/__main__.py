@@ -52,11 +52,12 @@ def main() -> None:
                 _take_turns(outcome, name, [c for c in wanted if c.on(name)], args.turns, environments)
     except KeyboardInterrupt:
         sys.exit(f"bench: stopped. {args.out} holds what was measured; RESUME=1 (--resume) goes on.")
-    _show(outcome)
     if "scale" in names:
         from bench.scale import main as scale
 
-        scale()
+        outcome.scale = scale()
+        outcome.save()
+    _show(outcome)
 
 
 def _begun(path: Path, resume: bool) -> Outcome:
