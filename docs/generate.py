@@ -935,7 +935,7 @@ def speed_page() -> str:
         ## What is measured
 
         * **Workloads.** A 784-200-200-10 perceptron on 70,000 pictures of MNIST's shape over 100 or 1000 clients; a CNN
-          of two 5x5 convolutions on 60,000 of CIFAR's shape over 100; ResNet-9 on 3,000 over 60. Labels follow
+          of two 5x5 convolutions on 60,000 of CIFAR's shape over 100; ResNet-9 on 2,400 over 100. Labels follow
           Dirichlet(0.5), a quarter of each client's examples is held out, 10 % of the clients take part in a round,
           one local epoch, plain SGD. Pictures are patterns under noise: no file is needed.
         * **Samples per second.** A sample counts once for every gradient that comes back through its loss. Gradients
