@@ -110,7 +110,7 @@ def test_amht_lrs_classifies_with_a_sparse_part_of_its_own() -> None:
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_lr_bpfl_with_frozen_masks_of_one_is_fedavg(kind: str) -> None:
-    method = method_of(LrBpfl, rank=3, members=0, start_spread=0.0, personal_epochs=0, **STEPS)
+    method = method_of(LrBpfl, rank=3, members=0, start_spread=0.0, personal_epochs=0, private_head=False, **STEPS)
     a, b = finished(method, kind, rounds=2), finished(method_of(FedAvg, **STEPS), kind, rounds=2)
     assert_close(a.record.server, b.record.server)
     assert_close(a.personal(1)[1], b.personal(1)[1])
@@ -202,7 +202,7 @@ def test_waffle_with_all_factors_in_use_is_fedavg_of_the_factorised_network() ->
 
             return client, Sent(self.weigh(visit), mean={"theta": theta})
 
-    a = finished(method_of(Sure, temperature=0.0, **STEPS), rounds=2)
+    a = finished(method_of(Sure, temperature=0.0, private_head=False, **STEPS), rounds=2)
     b = finished(method_of(Plain, **STEPS), rounds=2)
     assert_close(a.record.server["theta"], b.record.server["theta"])
     names = structured(a.engine.model(None).module)

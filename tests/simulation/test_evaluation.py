@@ -41,7 +41,7 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
 def simulated(method: Method, data: FederatedData, task: Task | None = None, rounds: int = 2, **more: Any) -> Result:
     """A small run in float64, in this process."""
     extra = {k: more.pop(k) for k in ("evaluate",) if k in more}
-    chosen = {"participation": 0.6, "batch_size": 8, "workers": 1, "dtype": "float64", "evaluate_every": 1}
+    chosen = {"participation": 0.6, "batch_size": 8, "workers": 1, "precision": "float64", "evaluate_every": 1}
     settings = Settings(**chosen | more)
     return Simulation(method, task or make_task(), data, rounds=rounds, seed=1, settings=settings, **extra).run()
 
@@ -278,7 +278,7 @@ def test_memory_that_does_not_hold_one_client_is_refused() -> None:
     task = Task(nn.Linear(200_000, 3), dtype=torch.float64)
     data = FederatedData.from_arrays([(torch.zeros(2, 200_000), torch.tensor([0, 1]))] * 2)
     with pytest.raises(ConfigError, match=r"memory_mb must hold the state of one client, .* 4\.6 MB; .* 5 .* Got 4\."):
-        Simulation(make("ditto"), task, data, rounds=1, settings=Settings(memory_mb=4, dtype="float64"))
+        Simulation(make("ditto"), task, data, rounds=1, settings=Settings(memory_mb=4, precision="float64"))
 
 
 def test_memory_is_for_the_clients_of_all_kinds_together() -> None:
@@ -287,6 +287,6 @@ def test_memory_is_for_the_clients_of_all_kinds_together() -> None:
 
     task = Task.family({"a": kind(10_000), "b": kind(20_000)}, ("a", "b"))
     for memory, on_disk in ((8, [False, False]), (4, [False, True])):  # three clients with 0.6 MB, three with 1.2 MB
-        settings = Settings(memory_mb=memory, dtype="float64")
+        settings = Settings(memory_mb=memory, precision="float64")
         sim = Simulation(make("local"), task, make_data(clients=6), rounds=1, settings=settings)
         assert [store.on_disk for store in sim.record.stores.values()] == on_disk

@@ -120,7 +120,7 @@ def run_(
     _look_for_data(root)
     told = []
     for claim in wanted:
-        begun = runner(child(where, claim.name.replace("/", "-")), quiet or as_json)
+        begun = runner(child(where, claim.folder), quiet or as_json)
         outcome = perform(claim, begun, perform_check)
         path = outcome.write(file_of(claim, _folder(outcomes) or outcomes_folder()))
         decision = decide(claim, outcome.figures)

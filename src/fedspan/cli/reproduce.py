@@ -47,7 +47,7 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Run a paper's table again and show it beside the printed figures; finished runs are not repeated."""
-    from fedspan.studies.papers import candidates, describe, finals, load_experiment, reproduce_row, trials
+    from fedspan.studies.papers import candidates, config_of, describe, load_experiment, reproduce_row, trials
 
     if name is None:
         return _list()
@@ -66,7 +66,7 @@ def reproduce(
     # All of it is checked before the first run starts; a test is checked at the first learning rate.
     total, tuned = 0, False
     for row in experiment.rows:
-        config = finals(experiment, row, row.lr[0], row.rules[0], 1, settings)[0].config
+        config = config_of(experiment, row, row.lr[0], row.rules[0], settings)
         choices = len(trials(candidates(experiment, row, settings)))
         tuned = tuned or choices > 0
         total += choices + count

@@ -24,6 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 
+from fedspan.learn.layout import Layout
 from fedspan.learn.losses import outputs_of
 from fedspan.learn.precision import is_autocast
 
@@ -229,7 +230,7 @@ class Folded:
         return module
 
     def __call__(
-        self, params: Mapping[str, Tensor], x: Tensor, layer: str | None = None
+        self, params: Mapping[str, Tensor], x: Tensor, layer: str | None, layout: Layout
     ) -> tuple[Tensor, Tensor | None] | None:
         """Outputs for parameters and inputs as a function mapped by `vmap` holds them, and what goes into `layer`.
 
@@ -248,7 +249,8 @@ class Folded:
             self.now.clients, self.now.params = now, held
             inputs = inputs[:now].flatten(0, 1)
             try:
-                out, seen = run_watched(self.module, layer, lambda: outputs_of(self.module(inputs)))
+                run = lambda a: run_watched(self.module, layer, lambda: outputs_of(self.module(a)))
+                out, seen = layout(run, inputs)
             finally:
                 self.now.params = {}
             out = _filled(out.reshape(now, -1, *out.shape[1:]), clients)

@@ -17,6 +17,7 @@ from fedspan.learn.batches import Batch
 from fedspan.learn.folded import Folded, is_folding, run_watched
 from fedspan.learn.folded import fold as fold_clients
 from fedspan.learn.fused import Step, fuse
+from fedspan.learn.layout import Layout
 from fedspan.learn.losses import (
     IGNORED,
     LossOf,
@@ -138,6 +139,7 @@ class Task:
             module, step, names = fuse(self.module)
             self._fused = (module, step, set(names)) if names else None
         self._with_clients: dict[bool, Folded | None] = {}
+        self.layout = Layout(self.module)
         self.kinds: dict[str, Task] = {}
         self.turns: tuple[str, ...] = ()
         self._smallest: Task | None = None
@@ -474,20 +476,24 @@ class Task:
         self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None, layer: str | None
     ) -> tuple[Tensor, Tensor | None]:
         if self.stats and module.training:
+            if not self.layout.tried:
+                with torch.no_grad():  # a training pass that is repeated would count its statistics twice
+                    self._pass(self._eval, params, x, None, None)
             # The forward pass writes running statistics in place: only into tensors the training loop owns.
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
         if key is not None and self._dropouts:
             params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
         if params and is_folding() and isinstance(x, Tensor) and (folded := self._folded(module)) is not None:
-            found = folded(params, x, layer)
+            found = folded(params, x, layer, self.layout)
             if found is not None:
                 return found
-        args, named = _arguments(x)
 
-        def run() -> Tensor:
-            return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
+        def run(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+            args, named = _arguments(inputs)
+            call = lambda: functional_call(module, params, args, named) if params else module(*args, **named)
+            return run_watched(module, layer, lambda: outputs_of(call()))
 
-        return run_watched(module, layer, run)
+        return self.layout(run, x)
 
     def _folded(self, module: nn.Module) -> Folded | None:
         """The module with a client axis in its layers, made when first asked for; None where there is no such form."""

@@ -8,9 +8,10 @@
     [check]        in place of training: name and options of a check, and [check.figures] with paths into its numbers
     [[tests]]      row, minus (another row, or a number), measure, column; one of above, below, within; perhaps only_if
     seeds          those that are reported, 200 and on
+    runs           the folder of its runs, where several claims are decided by rows of one table; otherwise its own
 
 Controls stand in every table by themselves (`fair_play`). What may be written anew without a new run (`[setting]`,
-`minutes`) is no part of a claim's digest; everything else is.
+`minutes`, `runs`) is no part of a claim's digest; everything else is.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fedspan.method.fields import build
 from fedspan.storage.toml import parse_toml, short
 from fedspan.studies.tuning.seeds import REPORTED, check_development, check_reported
 
-FREE = frozenset({"setting", "minutes"})
+FREE = frozenset({"setting", "minutes", "runs"})
 """Keys of a claim's file that no figure and no verdict depends on."""
 TUNED, PUBLISHED = "tuned", "published"
 """Columns of a table: each row at the step size its trials chose, and with the paper's own recipe."""
@@ -136,6 +137,7 @@ class Claim:
     seeds: tuple[int, ...]
     tests: tuple[DecidingTest, ...]
     not_testable: str = ""
+    runs: str = ""
     experiment: Mapping[str, Any] | None = None
     rows: tuple[ClaimRow, ...] = ()
     tuning: TuningBudget = field(default_factory=TuningBudget)
@@ -145,6 +147,11 @@ class Claim:
     def name(self) -> str:
         """As it is called: paper/claim."""
         return f"{self.paper}/{self.stem}"
+
+    @property
+    def folder(self) -> str:
+        """The folder of its runs, below that of all claims."""
+        return f"{self.paper}-{self.runs or self.stem}"
 
     @property
     def trains(self) -> bool:
@@ -158,6 +165,7 @@ class _Head:
     place: str
     minutes: float = 0.0
     not_testable: str = ""
+    runs: str = ""
     seeds: tuple[int, ...] = tuple(REPORTED[:3])
 
 
@@ -189,6 +197,7 @@ def parse_claim(raw: bytes, paper: str, stem: str) -> Claim:
         place=head.place,
         minutes=head.minutes,
         not_testable=head.not_testable,
+        runs=head.runs and safe_name(head.runs, f"{who}: runs"),
         setting=build(PaperSetting, values.get("setting", {}), f"{who}: [setting]"),
         seeds=head.seeds,
         tests=tuple(

@@ -167,7 +167,8 @@ def finals(
 ) -> list[PaperJob]:
     """The runs that count: the chosen learning rate, no validation part, one per seed."""
     config = config_of(experiment, row, lr, rule, overrides)
-    seeded = [replace(config, seed=config.seed + k) for k in range(seeds)]
+    first = config.seed if experiment.first_seed is None else experiment.first_seed
+    seeded = [replace(config, seed=first + k) for k in range(seeds)]
     return [PaperJob(row=row, config=c, rule=rule, purpose="test") for c in seeded]
 
 
