@@ -332,14 +332,12 @@ def decided(claim: Any) -> tuple[Any, Any]:
     Raises:
         SystemExit: if the outcome is damaged, or of another version of the claim.
     """
-    from fedspan.studies.claims import decide, stored_outcomes
-    from fedspan.studies.claims.outcome_file import faults
+    from fedspan.studies.claims import decide, sound_outcomes
 
-    stored = stored_outcomes((claim,))
+    stored = sound_outcomes((claim,))
     outcome = stored.outcomes.get(claim.name)
-    wrong = [*stored.damaged.values(), *([] if outcome is None else faults(claim, outcome))]
-    if wrong:
-        sys.exit(f"{claim.name}: {'; '.join(wrong)}. `fedspan claims run {claim.name}` makes it anew.")
+    if stored.damaged:
+        sys.exit(f"{claim.name}: {stored.damaged[claim.name]}. `fedspan claims run {claim.name}` makes it anew.")
     return outcome, decide(claim, None if outcome is None else outcome.figures)
 
 
