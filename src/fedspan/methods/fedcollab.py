@@ -62,7 +62,7 @@ class FedCollab(Sharing, Announces, Observed):
 
     local_stats: ClassVar[bool] = False
 
-    distance_rounds: Annotated[int, Ge(2)] = 10
+    distance_rounds: Annotated[int, Ge(2)] = 5
     """Rounds in which pairs of clients learn to tell their data apart, before coalitions are formed."""
     distance_hidden: AtLeast1 = 200
     """Units in the hidden layer of a pair's discriminator."""
