@@ -8,7 +8,7 @@ by itself: mapped, folded or alone, it takes the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 
 from fedspan import tree
-from fedspan.learn.batches import Batch
+from fedspan.learn.batches import Batch, Batches
 
 P = TypeVar("P")
 
@@ -29,24 +29,29 @@ GROWTH = 1.5
 """How many times the loss of its start a phase may end with: minibatches pull in different directions."""
 QUIET = 1.0
 """A loss that is never too large, in nats or units of a standardised target: near a minimum ratios mean nothing."""
-
+QUIET_AFTER_ONE = 30.0
+"""The same after a single step, whose overshoot the mean over clients takes back: only an explosion counts."""
 FEW = 32
 """Examples that a phase is judged by."""
 
 
-def shortened(train: Callable[[float], P], start: P, loss: Callable[[P], Tensor], lr: float) -> P:
+def shortened(
+    train: Callable[[float], P], start: P, loss: Callable[[P], Tensor], lr: float, several: Tensor | bool = True
+) -> P:
     """Return `train(lr)`, or the longest phase at a quarter, a sixteenth, … of `lr` that does not raise the loss.
 
     Args:
         train: the whole phase from `start`, at a learning rate.
         loss: what the phase minimises, on examples that are the same each time it is called.
+        several: whether the phase is more than one step.
     """
     new = train(lr)
     after = _measure(loss, new)
     if not somewhere(~(after <= QUIET)):
         return new
     before = _measure(loss, start)
-    limit = (GROWTH * before).clamp_min(QUIET)
+    quiet = torch.where(torch.as_tensor(several), QUIET, QUIET_AFTER_ONE)
+    limit = torch.maximum(GROWTH * before, quiet.to(before.dtype))
     good = after <= limit
     for _ in range(MOST):
         if not somewhere(~good):
@@ -70,6 +75,13 @@ def somewhere(condition: Tensor) -> bool:
 def _measure(loss: Callable[[P], Tensor], at: P) -> Tensor:
     with torch.no_grad():
         return loss(at).detach()
+
+
+def more_than_one(batches: Iterable[Batch]) -> Tensor | bool:
+    """Whether a stream has more than one minibatch with an example for this client."""
+    if isinstance(batches, Batches):
+        return (batches.rows >= 0).any(1).sum() > 1
+    return sum(1 for _ in batches) > 1
 
 
 def some(batch: Batch) -> Batch:

@@ -171,7 +171,7 @@ def per_fedavg(p: Problem, f: Fields) -> Found:
 @reference(
     "fedala",
     "description: element-wise blend A of local and global model, learnt before training",
-    {},
+    {"lr_a": 1.0},
     {"top": 4, "lr_a": 0.3, "threshold": 1e-3},
 )
 def fedala(p: Problem, f: Fields) -> Found:
