@@ -30,7 +30,7 @@ STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.5}
 
 
 def run(method: Method, kind: str = "mlp", rounds: int = 3, **settings: Any) -> Simulation:
-    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
+    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "precision": "float64"} | settings
     settled = Settings(evaluate_every=100, **chosen)
     sim = Simulation(method, make_task(kind), make_data(kind), rounds=rounds, seed=5, settings=settled)
     sim.run()

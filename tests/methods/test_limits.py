@@ -62,7 +62,7 @@ MAPPING = pytest.mark.parametrize("mapping", ["loop"])
 
 def run(method: Method, data: FederatedData | None = None, rounds: int = 3, **settings: Any) -> Simulation:
     """A finished run on seven ragged clients, four of them in each round."""
-    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
+    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "precision": "float64"} | settings
     sim = Simulation(
         method, make_task(), data or make_data(), rounds=rounds, seed=5, settings=Settings(evaluate_every=100, **chosen)
     )

@@ -51,7 +51,7 @@ def planted(clients: int = 12, d: int = 10, r: int = 2, n: int = 60) -> tuple[Ta
 
 def test_amht_lrs_finds_a_subspace_and_sparse_parts_again() -> None:
     task, data, theta = planted(clients=30, d=12)
-    settings = Settings(workers=1, dtype="float64", evaluate_every=99)
+    settings = Settings(workers=1, precision="float64", evaluate_every=99)
     method = AmhtLrs(rank=2, sparsity=2, threshold=1.0, shrink=0.8, b_steps=10, w_steps=1, ridge=1e-12)
     sim = Simulation(method, task, data, rounds=25, seed=5, settings=settings)
     sim.run()
@@ -78,7 +78,7 @@ def test_amht_lrs_solves_least_squares_for_w_and_u() -> None:
 
     sim = Simulation(
         Sees(**{k: getattr(method, k) for k in ("rank", "sparsity", "w_steps", "ridge", "u_update")}),
-        task, data, rounds=1, seed=5, settings=Settings(workers=1, dtype="float64"),
+        task, data, rounds=1, seed=5, settings=Settings(workers=1, precision="float64"),
     )  # fmt: skip
     sim.run()
     U = method.init_server(task, Federation(3, 5))["U"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +85,12 @@ class Diagnosis:
             f" {g.repeated:.2f}; together the steps span {g.rank} direction{'s' if g.rank > 1 else ''} above the noise."
         )
         return out
+
+    def settings(self, method: str) -> dict[str, Any]:
+        """The fields that the diagnosis proposes for a method, beside its defaults."""
+        if method == "ifca" and self.groups is not None:
+            return {"clusters": self.groups}
+        return {"rank": self.rank} if method == "pfl-mf" else {}
 
     def advice(self) -> list[tuple[str, str]]:
         """(method, why), the first recommendation first."""
