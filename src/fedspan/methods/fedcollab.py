@@ -66,10 +66,11 @@ class FedCollab(Sharing, Announces, Observed):
     """Rounds in which pairs of clients learn to tell their data apart, before coalitions are formed."""
     distance_hidden: AtLeast1 = 200
     """Units in the hidden layer of a pair's discriminator."""
-    lr_distance: NonNegative = 0.1
+    lr_distance: NonNegative = 1.0
     """Learning rate of the discriminators."""
-    weight_of_samples: NonNegative = 8.0
-    """C, how much a coalition's number of examples counts against the distances within it."""
+    weight_of_samples: NonNegative = 2.0
+    """C, how much a coalition's number of examples counts against the distances within it; the published code has 8 or
+    more for clients with thousands of examples."""
 
     def common(self, task: Task, federation: Federation) -> Tree:
         return {"key": key(federation.seed, "discriminator")}
