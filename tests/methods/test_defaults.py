@@ -10,7 +10,9 @@ import pytest
 
 from conftest import finished, make_data, make_task
 from fedspan.method import Method
+from fedspan.method.fields import flat
 from fedspan.methods import BUILT_IN, make
+from fedspan.methods.as_written import AS_WRITTEN, as_written
 from fedspan.tree import all_finite
 
 pytestmark = pytest.mark.slow
@@ -48,3 +50,14 @@ def test_a_thousandfold_learning_rate_is_shortened(name: str) -> None:
     method = make(name)
     rate = getattr(method, "lr", 0.1)
     assert math.isfinite(loss_after(make(name, lr=1000 * rate), 3))
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+def test_what_a_paper_writes_is_an_option_and_not_the_default(name: str) -> None:
+    usual = flat(make(name))
+    given = flat(make(name, **as_written(name)))
+    assert as_written(name) and all(given[k] == v != usual[k] for k, v in as_written(name).items())
+
+
+def test_a_method_that_trains_as_written_has_no_options_for_it() -> None:
+    assert as_written("fedavg") == {}

@@ -69,8 +69,8 @@ class FedCollab(Sharing, Announces, Observed):
     lr_distance: NonNegative = 1.0
     """Learning rate of the discriminators."""
     weight_of_samples: NonNegative = 2.0
-    """C, how much a coalition's number of examples counts against the distances within it; the published code has 8 or
-    more for clients with thousands of examples."""
+    """C, how much a coalition's number of examples counts against the distances within it: the more, the larger the
+    coalitions."""
 
     def common(self, task: Task, federation: Federation) -> Tree:
         return {"key": key(federation.seed, "discriminator")}
