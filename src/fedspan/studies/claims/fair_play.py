@@ -70,7 +70,7 @@ def _epochs(values: Mapping[str, Any]) -> int:
 
 
 def usual_fields(method: str, epochs: int) -> dict[str, Any]:
-    """What a row is given where it says nothing: its paper's options, the run's epochs for all work, fitting schedules."""
+    """What a row is given where it says nothing: its paper's options, the run's epochs, schedules that fit."""
     made = as_written(method)
     if method in WORK:
         made[WORK[method]] = epochs
