@@ -75,18 +75,17 @@ class Optimizer:
         loss: Callable[[P, Batch], Tensor],
         batches: Iterable[Batch],
         lr: float,
-        several: bool | None = None,
+        alone: bool = False,
     ) -> P:
         """`train(lr)`, shortened by the safeguard if there is one: judged by `loss` on some of the first batch.
 
-        `several` says that it is judged as several steps are, or as one is; if not given, every batch is a step.
+        `alone` says that no mean over clients follows, so that even a single step is judged.
         """
         first = next(iter(batches), None) if self.safeguard and lr else None
         if first is None:
             return train(lr)
         few = some(first)
-        judged = more_than_one(batches) if several is None else several
-        return shortened(train, start, lambda at: loss(at, few), lr, judged)
+        return shortened(train, start, lambda at: loss(at, few), lr, alone or more_than_one(batches))
 
     def _train(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox) -> Tree:
         if self.rule == "adamw":

@@ -3,7 +3,8 @@
 Training runs as written. Then the loss of a few of its own examples is measured, once more than training needs; only
 where it is not finite, or has grown beyond what noise explains, is the phase repeated from its start with steps of a
 quarter, at most `MOST` times. A phase that is accepted at once gives the bits of plain training. Each client is judged
-by itself: mapped, folded or alone, it takes the same steps.
+by itself: mapped, folded or alone, it takes the same steps. A single step is left alone: what one client overshoots
+the mean over clients takes back, while several steps build on one another.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ GROWTH = 1.5
 """How many times the loss of its start a phase may end with: minibatches pull in different directions."""
 QUIET = 1.0
 """A loss that is never too large, in nats or units of a standardised target: near a minimum ratios mean nothing."""
-QUIET_AFTER_ONE = 30.0
-"""The same after a single step, whose overshoot the mean over clients takes back: only an explosion counts."""
-FEW = 32
+FEW = 16
 """Examples that a phase is judged by."""
 
 
@@ -45,14 +44,15 @@ def shortened(
         loss: what the phase minimises, on examples that are the same each time it is called.
         several: whether the phase is more than one step.
     """
-    new = train(lr)
-    after = _measure(loss, new)
-    if not somewhere(~(after <= QUIET)):
+    new, several = train(lr), torch.as_tensor(several)
+    if not somewhere(several):
         return new
-    before = _measure(loss, start)
-    quiet = torch.where(torch.as_tensor(several), QUIET, QUIET_AFTER_ONE)
-    limit = torch.maximum(GROWTH * before, quiet.to(before.dtype))
-    good = after <= limit
+    after = _measure(loss, new)
+    good = ~several | (after <= QUIET)
+    if not somewhere(~good):
+        return new
+    limit = (GROWTH * _measure(loss, start)).clamp_min(QUIET)
+    good = good | (after <= limit)
     for _ in range(MOST):
         if not somewhere(~good):
             return new
