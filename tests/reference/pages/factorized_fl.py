@@ -89,7 +89,10 @@ def _matched(p: Problem, f: Fields, kinds: tuple[str, ...]) -> Found:
 
 
 @reference(
-    "factorized-fl-alpha", SECTION, {}, {"tau": 0.9995, "m_min": 2, "epsilon": 5.0, "lam": 0.02, "mu_start": "dense"}
+    "factorized-fl-alpha",
+    SECTION,
+    {"mu_start": "zeros"},
+    {"tau": 0.9995, "m_min": 2, "epsilon": 5.0, "lam": 0.02, "mu_start": "dense"},
 )
 def alpha(p: Problem, f: Fields) -> Found:
     return _matched(p, f, (".u", ".bias"))

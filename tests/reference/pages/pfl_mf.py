@@ -80,7 +80,7 @@ def pfl_mf_paper(p: Problem, f: Fields) -> Found:
 @reference(
     "pfl-mf-joint",
     "description of the published code: FedPer's loop on (U, v), v averaged with U",
-    {"rank": 3, "start": "published"},
+    {"rank": 3, "start": "published", "lr": 0.1},
     {"rank": 2, "start": "published", "lr": 0.02},
     {"rank": 3},
 )
