@@ -30,6 +30,7 @@ class Sample:
     client: Ints  # 0..clients−1
     clients: int
     ids: list[int]  # which clients of the federation
+    target: Floats | None = None  # where it is one real number
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ def sample(data: FederatedData) -> Sample:
         client.append(np.full(len(own), k, np.int64))
     at = np.concatenate(rows)
     x = data.x[torch.from_numpy(at)].reshape(len(at), -1).double().numpy()
-    named: Ints | None = None if data.classes is None else torch.cat(labels).reshape(len(at), -1)[:, 0].numpy()
-    return Sample(_components(x, rng), named, np.concatenate(client), len(ids), ids)
+    said = torch.cat(labels).reshape(len(at), -1)
+    named: Ints | None = None if data.classes is None else said[:, 0].numpy()
+    real = said[:, 0].double().numpy() if data.classes is None and said.shape[1] == 1 else None
+    return Sample(_components(x, rng), named, np.concatenate(client), len(ids), ids, real)
 
 
 def _components(x: Floats, rng: np.random.Generator) -> Floats:
