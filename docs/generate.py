@@ -909,6 +909,79 @@ def _outcome(name: str) -> dict[str, Any]:
     return kept
 
 
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def speed_page() -> str:
+    """What is measured by `make bench`, how, and what came out where an outcome is kept in docs/speed.json."""
+    intro = """\
+        `make bench` times whole runs as a user gets them: rounds, evaluation, checkpoints and the end, nothing
+        replaced. Training speed is read off the record of the run itself, all rounds but the first. Contestants take
+        turns (A B C A B C ...), each turn in a process of its own, so that a drift of the machine's speed hits all of
+        them; a ratio is taken within a turn, and the median over the turns is shown. With `PEERS=1` the same FedAvg
+        also runs in [pfl-research](https://github.com/apple/pfl-research),
+        [FedJAX](https://github.com/google/fedjax) and [Flower](https://flower.ai) with Ray, in environments of their
+        own that are made in `.venv-peers` from the pins in `bench/peers`. Whoever wins a row is shown; so is the
+        reason why a row could not be run.
+
+        <!-- not run: minutes, and the machine should do nothing else -->
+        ```console
+        $ make bench QUICK=1              # some minutes
+        $ make bench                      # every row, three turns
+        $ make bench PEERS=1 RESUME=1     # the same beside other projects; what bench.json has is kept
+        $ make bench WORKLOADS=scale      # many clients: memory and seconds per participant
+        ```
+
+        ## What is measured
+
+        * **Workloads.** A 784-200-200-10 perceptron on 70,000 pictures of MNIST's shape over 100 or 1000 clients; a CNN
+          of two 5x5 convolutions on 60,000 of CIFAR's shape over 100; ResNet-9 on 3,000 over 60. Labels follow
+          Dirichlet(0.5), a quarter of each client's examples is held out, 10 % of the clients take part in a round,
+          one local epoch, plain SGD. Pictures are patterns under noise: no file is needed.
+        * **Samples per second.** A sample counts once for every gradient that comes back through its loss. Gradients
+          are counted in a run with the same clients and minibatches (`bench/counting.py`), not by a formula. Where a
+          method takes several per example (Ditto two, FedRep with ten epochs of the head eleven), the ratio in brackets
+          counts each participant's examples once per round instead.
+        * **The plain loop** is torch without federation: the same clients' minibatches one after another on one model,
+          by the fastest of the ways tried (`torch.autograd.grad` and one in-place step; `torch.optim.SGD` is 5 to 15 %
+          slower). It is warm when the clock starts: the first optimiser of a process imports `torch._dynamo`, which
+          takes more than a second. The allocator's settings made no difference.
+        * **The batched-GEMM limit** is what the matrix products of the perceptron alone would take, all participants at
+          once.
+        * **Memory** is the most that all processes of a row held together, shared pages once.
+        * **bf16** is quick on CPUs with AMX; rows of others say that there is none.
+        * **The job** is `experiments/mnist-dirichlet.toml` by `fedspan run`, from the start of the process to its end,
+          beside programs that read the same parquet files, average a hundred rounds and evaluate every tenth.
+          "The first time" includes decoding the pictures, which fedspan keeps afterwards; the others are then given
+          decoded pictures too. It needs `FEDSPAN_DATA`.
+
+        Peers run without evaluation. FedJAX fills up every last batch by repeating examples; they count once.
+        Flower has two Ray actors of one core, pfl-research one process with torch's threads. `python -m bench.keep`
+        keeps an outcome for this page."""
+    text = textwrap.dedent(intro).splitlines()
+    path = DOCS / "speed.json"
+    told = speed_tables(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
+    return page("Speed", text, told)
+
+
+def speed_tables(kept: Mapping[str, Any]) -> list[str]:
+    """The tables of a kept outcome."""
+    on = kept["machine"]
+    has = [name for name, there in (("AVX-512", on.get("avx512")), ("AMX", on.get("amx"))) if there]
+    where = f"{on['cpu']}, {on.get('cores')} cores, {' and '.join(has) or 'neither AVX-512 nor AMX'}"
+    lines = ["## What came out", "", f"On {where}; torch {on.get('torch')}, medians of {kept['turns']} turns."]
+    lines += [f"Versions: {', '.join(kept['versions'])}."] if kept["versions"] else []
+    for title, name in (
+        ("Samples per second, as a multiple of the plain loop on one thread", "ratios"),
+        ("`experiments/mnist-dirichlet.toml` from start to end", "job"),
+        ("Every row", "details"),
+    ):
+        if kept[name]["rows"]:
+            lines += ["", f"### {title}", "", *table(kept[name]["titles"], kept[name]["rows"])]
+    lines += ["", *(f"* {said}." for said in kept["notes"])]
+    return [*lines, "", *(f"* Not run: {said}." for said in kept["not_run"])]
+
+
 def python_page() -> str:
     """The public names of the package: `fedspan.__all__`."""
     import fedspan
@@ -923,6 +996,50 @@ def python_page() -> str:
 
 
 # ------------------------------------------------------------------------------------------------ all of them
+
+
+# ------------------------------------------------------------------------------------------------ defaults
+
+SETTINGS = {
+    "digits": "Digits whose labels are permuted: 20 clients in 4 groups, batches of 16, 2 epochs, 15 rounds",
+    "setup3": "Setup 3 of pFL-MF: MNIST, 1000 clients in 10 groups, 100 rounds, a tenth of them in each",
+    "mnist": "6,000 digits of MNIST over 20 clients with uneven labels, 20 rounds",
+    "cifar": "3,000 pictures of CIFAR-10 at 16 × 16 over 10 clients with uneven labels, a convolutional network",
+}
+
+
+def defaults_page() -> str:
+    """What every method reaches with its defaults, from the outcomes in docs/defaults."""
+    intro = """\
+        No option is given but the setting, which is a file in `experiments/defaults`; step sizes are the methods' own.
+        Defaults were chosen on seeds 0 to 9, figures are from others. `python experiments/defaults/run.py` repeats
+        them, and this page is written from what it keeps in `docs/defaults`. A method whose clients all have the same
+        model at the end is marked *one model*: where labels mean different things to different clients, no such model
+        can be right for all."""
+    parts = [textwrap.dedent(intro).splitlines()]
+    for name, title in SETTINGS.items():
+        path = DOCS / "defaults" / f"{name}.json"
+        if path.is_file():
+            rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            parts.append([f"## {title}", "", *defaults_table(rows)])
+    return page("Methods with their defaults", *parts)
+
+
+def defaults_table(rows: list[dict[str, Any]]) -> list[str]:
+    """A row per method: mean accuracy, that of every seed, the difference from Local."""
+    by: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by.setdefault(row["method"], []).append(row)
+    seeds = sorted({row["seed"] for row in rows})
+    mean = {k: statistics.fmean(r["accuracy"] for r in v) for k, v in by.items() if all(not r["ended"] for r in v)}
+    lines = []
+    for method, found in by.items():
+        each = {r["seed"]: "" if r["accuracy"] is None else f"{100 * r['accuracy']:.1f}" for r in found}
+        gap = f"{100 * (mean[method] - mean['local']):+.1f}" if method in mean and "local" in mean else ""
+        said = found[0]["ended"] or ("one model" if all(r["models"] == 1 for r in found) else "")
+        shown_mean = f"{100 * mean[method]:.1f}" if method in mean else ""
+        lines.append([f"`{method}`", shown_mean, gap, *(each.get(s, "") for s in seeds), said])
+    return table(["method", "mean, %", "over Local", *(f"seed {s}" for s in seeds), ""], lines)
 
 
 def pages() -> Mapping[Path, str]:
@@ -943,7 +1060,9 @@ def pages() -> Mapping[Path, str]:
         DOCS / "reference" / "claims.md": claims_page(),
         DOCS / "reference" / "claims-methods.md": claims_by_method(),
         **{DOCS / "reference" / f"claims-{paper}.md": claims_of(paper) for paper in papers()},
+        DOCS / "reference" / "defaults.md": defaults_page(),
         DOCS / "explanation" / "natural-federations.md": natural_page(),
+        DOCS / "explanation" / "speed.md": speed_page(),
     }
 
 

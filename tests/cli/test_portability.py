@@ -111,7 +111,8 @@ def test_the_names_are_really_gone(elsewhere: dict[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_elsewhere_has_the_same_bits(elsewhere: dict[str, str], workers: int) -> None:
     here = fedspan("run", "exp.toml", "-q", "train.workers=1", "--out", "here")
     assert here.returncode == 0, here.stderr
@@ -135,10 +136,10 @@ def test_a_run_elsewhere_has_the_same_bits(elsewhere: dict[str, str], workers: i
     [
         ("doctor",),
         ("data",),
-        ("bytes", "exp.toml"),
-        ("capacity", "exp.toml"),
+        pytest.param(("bytes", "exp.toml"), marks=pytest.mark.long),
+        pytest.param(("capacity", "exp.toml"), marks=pytest.mark.long),
         ("methods", "pfl-mf"),
-        ("partition", "exp.toml"),
+        pytest.param(("partition", "exp.toml"), marks=pytest.mark.long),
         ("diagnose", "exp.toml", "train.workers=2"),
         pytest.param(("demo", "--rounds", "2", "-q", "--out", "demo"), marks=pytest.mark.long),
         pytest.param(

@@ -302,7 +302,7 @@ def test_the_step_size_falls_along_a_cosine_and_starts_anew() -> None:
 @MAPPING
 def test_pfedloru_without_personal_epochs_is_fedloru(mapping: str) -> None:
     fields: dict[str, Any] = {"rank": 2, "tau": 2, **STEPS}
-    a = run(method_of(PFedLoRU, personal_epochs=0, global_epochs=2, **fields), mapping=mapping)
+    a = run(method_of(PFedLoRU, personal_epochs=0, global_epochs=2, private_head=False, **fields), mapping=mapping)
     start = a.engine.model(None).init()
     # The two draw A in another order, as one also draws L; from the same A they are the same.
     assert all(not p.count_nonzero() for k, p in a.record.row(0)["h"].items() if k.endswith("U"))
@@ -352,7 +352,7 @@ def test_pfedlorus_phases_by_hand(head: bool) -> None:
 
 
 def test_named_layers_can_be_personal() -> None:
-    method = PFedLoRU(rank=2, personal_layers=("norm", "head"))
+    method = PFedLoRU(rank=2, personal_layers=("norm", "head"), private_head=False)
     sim = run(method, "cnn", rounds=1)
     assert {k for k in sim.record.row(0)["h"] if not k.endswith((".L", ".U"))} == {
         "norm.weight",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +20,17 @@ import torch
 
 from conftest import assert_same
 from fedspan.errors import ConfigError, FedspanError, Refused
-from fedspan.simulation.workers import Job, Meta, Pool, WorkerDied, WorkerError, can_fork, executor_of
+from fedspan.simulation.workers import (
+    JOBS_AHEAD,
+    RESULTS_AHEAD,
+    Job,
+    Meta,
+    Pool,
+    WorkerDied,
+    WorkerError,
+    can_fork,
+    executor_of,
+)
 from fedspan.tree import Outer, Tree
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are forked on Linux only; others: test_spawned_workers")
@@ -73,6 +84,38 @@ def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
         assert (pids == {HERE}) == (workers == 1) and len(pids) <= workers
         if workers > 1:
             assert HERE not in pids and {m["threads"] for m, _ in results} == {1}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_jobs_are_made_when_they_are_about_to_be_done(workers: int) -> None:
+    made, ahead, alive = list[weakref.ref[Job]](), [], []
+
+    def jobs() -> Iterator[Job]:
+        for k in range(40):
+            one = job(k, sleep=0.03 if k == 0 else 0.0)  # the first one holds up the results of all others
+            made.append(weakref.ref(one))
+            alive.append(sum(r() is not None for r in made))
+            yield one
+            del one
+
+    with closing(executor_of(handle, workers)) as pool:
+        for k, (meta, _) in enumerate(pool.run(jobs())):
+            assert meta["k"] == k
+            ahead.append(len(made) - k)
+    assert len(ahead) == 40 and max(ahead) <= (1 if workers == 1 else RESULTS_AHEAD * workers + 1)
+    assert max(alive) <= (2 if workers == 1 else JOBS_AHEAD * workers + 1)  # one that was just given may linger
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_where_jobs_are_made_is_raised_and_the_next_run_is_right(workers: int) -> None:
+    def jobs() -> Iterator[Job]:
+        yield from (job(k) for k in range(5))
+        raise ConfigError("the rows of client 5 cannot be read")
+
+    with closing(executor_of(handle, workers)) as pool:
+        with pytest.raises(ConfigError, match="client 5"):
+            list(pool.run(jobs()))
+        assert [m["k"] for m, _ in pool.run(job(k) for k in (10, 11, 12))] == [10, 11, 12]
 
 
 def test_one_job_needs_no_worker() -> None:

@@ -305,6 +305,7 @@ def test_listing_and_wrong_names() -> None:
         (["nothing.toml"], "cannot be read"),
         (["tiny.toml", "--rows", "locl"], "Did you mean 'local'?"),
         (["tiny.toml", "partition.kind=idd"], "Did you mean 'iid'?"),
+        (["tiny.toml", "seed=200"], "never on reported ones"),
     ):
         lines = reproduce(*arguments, code=2).stderr.strip().splitlines()
         assert len(lines) == 1 and message in lines[0], lines

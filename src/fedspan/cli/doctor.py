@@ -82,7 +82,7 @@ def self_test() -> float:
     task = Task(lambda: build("mlp", (4,), 2, hidden=[3]), dtype=torch.float64, seed=0)
     ends = []
     for mapping in ("vmap", "loop"):
-        settings = Settings(mapping=mapping, dtype="float64", workers=1, batch_size=4)
+        settings = Settings(mapping=mapping, precision="float64", workers=1, batch_size=4)
         simulation = Simulation(make("fedavg"), task, data, rounds=2, settings=settings)
         simulation.run()
         ends.append(tree.ravel(simulation.record.server["theta"]))

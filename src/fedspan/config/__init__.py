@@ -29,7 +29,7 @@ from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices, assign
 from fedspan.simulation.identity import of_config
 from fedspan.simulation.protocols import EvaluationSettings
-from fedspan.simulation.settings import Settings
+from fedspan.simulation.settings import Settings, settings_from
 from fedspan.storage.toml import checked, parse_toml, plain, read_small, short, write_toml
 
 # The most examples each known source can have.
@@ -214,7 +214,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         partition=_open_ended(PartitionConfig, values["partition"], "Partition"),
         model=_open_ended(ModelConfig, values["model"], "Model"),
         task=build(TaskConfig, values["task"], "Task"),
-        train=build(Settings, values["train"], "Train"),
+        train=settings_from(values["train"], "Train"),
         evaluate=build(EvaluationSettings, values["evaluate"], "Evaluate"),
         devices=build(Devices, values["devices"], "Devices"),
         defence=build(Defence, values["defence"], "Defence") if "defence" in values else None,

@@ -24,7 +24,9 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 
+from fedspan.learn.layout import Layout
 from fedspan.learn.losses import outputs_of
+from fedspan.learn.precision import is_autocast
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
 _FIRST: ContextVar[int | None] = ContextVar("first", default=None)
@@ -92,25 +94,31 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.steps = {}
+        ctx.steps, ctx.bf16 = {}, is_autocast(x)
         across = weight[: len(x)].transpose(1, 2)
         return torch.bmm(x, across) if bias is None else torch.baddbmm(bias[: len(x), None], x, across)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (g,) = grads
+        with torch.autocast(grads[0].device.type, dtype=torch.bfloat16, enabled=ctx.bf16):
+            return _Product._slopes(ctx, *grads)
+
+    @staticmethod
+    def _slopes(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         first = weight.detach()[: len(x)]
         before = torch.bmm(g, first) if ctx.needs_input_grad[0] else None  # with the weights of the forward pass
         by_weight = by_bias = None
-        if 1 in ctx.steps:
+        if 1 in ctx.steps and ctx.bf16:  # a product in 16 bits cannot be added to 32 on the way
+            first.sub_(torch.bmm(g.transpose(1, 2), x), alpha=ctx.steps[1])
+        elif 1 in ctx.steps:
             first.baddbmm_(g.transpose(1, 2), x, alpha=-ctx.steps[1])
         elif ctx.needs_input_grad[1]:
             by_weight = _filled(torch.bmm(g.transpose(1, 2), x), len(weight))
         if bias is not None and 2 in ctx.steps:
-            bias.detach()[: len(x)].sub_(g.sum(1), alpha=ctx.steps[2])
+            bias.detach()[: len(x)].sub_(g.sum(1, dtype=bias.dtype), alpha=ctx.steps[2])
         elif bias is not None and ctx.needs_input_grad[2]:
-            by_bias = _filled(g.sum(1), len(bias))
+            by_bias = _filled(g.sum(1, dtype=bias.dtype), len(bias))
         return before, by_weight, by_bias
 
 
@@ -222,7 +230,7 @@ class Folded:
         return module
 
     def __call__(
-        self, params: Mapping[str, Tensor], x: Tensor, layer: str | None = None
+        self, params: Mapping[str, Tensor], x: Tensor, layer: str | None, layout: Layout
     ) -> tuple[Tensor, Tensor | None] | None:
         """Outputs for parameters and inputs as a function mapped by `vmap` holds them, and what goes into `layer`.
 
@@ -241,7 +249,8 @@ class Folded:
             self.now.clients, self.now.params = now, held
             inputs = inputs[:now].flatten(0, 1)
             try:
-                out, seen = run_watched(self.module, layer, lambda: outputs_of(self.module(inputs)))
+                run = lambda a: run_watched(self.module, layer, lambda: outputs_of(self.module(a)))
+                out, seen = layout(run, inputs)
             finally:
                 self.now.params = {}
             out = _filled(out.reshape(now, -1, *out.shape[1:]), clients)

@@ -16,7 +16,6 @@ from fedspan.errors import ConfigError
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix, members
-from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import (
     About,
@@ -130,7 +129,7 @@ class FedCollab(Sharing, Announces, Observed):
         ]
         count = sum(b.w.sum() for b in visit["train"])
         right = torch.stack([t.sum(0) for t in total]).sum(0) / count if total else torch.zeros_like(side)
-        new: Params = sgd(tell_apart, D, visit["train"], self.lr_distance)
+        new: Params = self.descend(tell_apart, D, visit["train"], self.lr_distance)
         return client, Sent(weight, each={"D": new, "a": right})
 
     # ------------------------------------------------------------------------------------------------ the server

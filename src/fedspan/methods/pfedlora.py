@@ -55,6 +55,8 @@ class PFedLoRAJoint(Sharing, Converts):
 
     local_stats: ClassVar[bool] = False
 
+    private_head: bool = True
+    """Whether the head stays on the client; the paper's is averaged with the rest."""
     schedule: Schedule = Schedule()
     """How the clients' learning rate falls over the rounds."""
     pair: PersonalAdapter = PersonalAdapter()
@@ -89,6 +91,8 @@ class PFedLoRA(Sharing, Converts):
 
     local_stats: ClassVar[bool] = False
 
+    private_head: bool = True
+    """Whether the head stays on the client; the paper's is averaged with the rest."""
     personal_epochs: Count = 1
     """Epochs on L and U (and a private head), with W fixed."""
     global_epochs: Count | None = None

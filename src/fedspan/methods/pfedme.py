@@ -49,6 +49,11 @@ class PFedMe(Sharing, Cautions):
         inner = self.optimizer.pull(self.lr_inner, self.lam)
         return {"lr·lam": self.lr * self.lam, "lr_inner·lam": inner}  # w_i takes plain steps towards θ
 
+    @property
+    def pull(self) -> float:
+        """ηλ, the share of the way from w_i to θ; with the safeguard not beyond it."""
+        return min(1.0, self.lr * self.lam) if self.optimizer.safeguard else self.lr * self.lam
+
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {**super().init_client(task, who), "v": task.init()}
 
@@ -62,7 +67,7 @@ class PFedMe(Sharing, Cautions):
 
         for batch in visit["train"]:
             v = self.fit(envelope, v, [batch] * self.inner_steps, self.lr_inner)
-            near = {k: w[k] - self.lr * self.lam * (w[k] - v[k]) for k in task.names}  # w_i ← w_i − ηλ(w_i − θ̃)
+            near = {k: w[k] - self.pull * (w[k] - v[k]) for k in task.names}  # w_i ← w_i − ηλ(w_i − θ̃)
             w = w | tree.where(batch.live, near, tree.select(w, task.names))
         theta, h = self.split(task, w)
         return {"h": h, "v": v}, Sent(weight=self.weigh(visit), mean={"theta": theta})

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedspan import tree
 from fedspan.data.digest import data_digest
-from fedspan.errors import FedspanError
+from fedspan.errors import ConfigError, FedspanError
 from fedspan.method import Capacity, Federation
 from fedspan.method.fields import flat
 from fedspan.method.promises import need_tensors
@@ -31,6 +33,7 @@ from fedspan.storage.checkpoint import Loaded, RunDirectory
 from fedspan.storage.client_history import ClientHistory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.format_number import FORMAT, check_format
+from fedspan.storage.tree_file import BLOCK_BYTES
 from fedspan.tree import Tree
 from fedspan.wire import Ledger
 
@@ -250,14 +253,40 @@ class Record:
         return found
 
     def digest(self) -> str:
-        """SHA-256 of the server's state and, where they are here, every client's."""
-        rows = {"clients": {str(i): self.row(i) for i in range(self.federation.clients)}} if self.stores else {}
-        return tree.digest({"server": self.server, "common": self.common, **rows})
+        """SHA-256 of the server's state and, where they are here, every client's: `tree.digest` of all of them."""
+        rest = sorted(tree.items({"server": self.server, "common": self.common}))
+        return tree.digest_of(chain(self._client_items(), rest))
+
+    def _client_items(self) -> Iterator[tuple[str, Tensor]]:
+        """Every client's private state by paths in their order, read from the store a few MiB at a time."""
+        if not self.stores:
+            return
+        ids = sorted(range(self.federation.clients), key="{}/".format)  # as the paths are sorted
+        widest = max(store.row_bytes for store in self.stores.values())
+        step = max(1, BLOCK_BYTES // max(1, widest))
+        for start in range(0, len(ids), step):
+            some = ids[start : start + step]
+            held: dict[int, Tree] = {}
+            for c, at in self._grouped(some).items():
+                mine = [some[k] for k in at]
+                rows = self.stores[c].take(mine)
+                held |= {i: tree.take(rows, k) for k, i in enumerate(mine)}
+            for i in some:
+                yield from sorted(tree.items({"clients": {str(i): held[i]}}))
 
     def _store(self, engine: Engine, capacity: Capacity) -> ClientStore:
         members = [i for i, c in enumerate(self.federation.capacities) if c == capacity]
         directory = None if self.directory is None or self.read_only else self.directory.path
-        return ClientStore(partial(engine.begin, capacity), members, self.settings.memory_mb << 20, directory)
+        memory = self.settings.memory_mb << 20
+        share = memory * len(members) // self.federation.clients  # it is for the clients of all capacities together
+        store = ClientStore(partial(engine.begin, capacity), members, share, directory)
+        if store.row_bytes > memory:
+            least = -(-store.row_bytes >> 20)
+            raise ConfigError(
+                f"Train: memory_mb must hold the state of one client, which is {store.row_bytes / 2**20:.1f} MB; set it"
+                f" to {least} at least. Got {self.settings.memory_mb}."
+            )
+        return store
 
     def _cut_metrics(self, length: int) -> list[dict[str, Any]]:
         """The metrics of the rounds that are in the checkpoint; later lines belong to rounds that will be repeated."""

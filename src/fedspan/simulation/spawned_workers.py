@@ -3,7 +3,8 @@
 What handles the chunks is sent to them once, by value, over a pipe that only their parent can write to: cloudpickle
 takes lambdas and classes of a script or notebook too, so that the script is not run again in every worker, and needs
 no `if __name__ == "__main__"`. Large tensors lie in files that all workers map, each with changes of its own only.
-Jobs and answers travel over loopback sockets as they do between forks: JSON and safetensors bytes, never a pickle.
+Jobs and answers are told over loopback sockets as they are to forks, in JSON, and their trees lie in the same shared
+memory, whose descriptor a worker inherits; on Windows they travel as safetensors bytes. Never a pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,11 @@ from fedspan.simulation.workers import (
     WorkerProcess,
     interrupts_held,
     serve,
+    several,
 )
 from fedspan.tree import Tree
 from fedspan.wire import framing
+from fedspan.wire.job_channel import Broadcasts, JobChannel, WorkerChannel
 
 LARGE = 1 << 20
 """Bytes from which a tensor is put into a file that all workers map, rather than sent to each."""
@@ -105,13 +108,14 @@ class SpawnedPool(Pool):
         self._sent: bytes | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
         """Results of all jobs, in order, as soon as each and all before it are done.
 
         Raises:
             WorkerDied: if a job has ended several workers, one after another.
         """
-        if len(jobs) > 1 and self.patience <= 0.0 and not self._processes:
+        many, jobs = several(jobs)
+        if many and self.patience <= 0.0 and not self._processes:
             try:
                 self._fill()
             except CannotStart as e:
@@ -154,7 +158,7 @@ class SpawnedPool(Pool):
                 self._launch(number, door, body, coming)
                 until, ended = time.monotonic() + MOST_SECONDS, 0
                 while coming:
-                    if (process := _welcome(door, coming)) is not None:
+                    if (process := _welcome(door, coming, self._broadcasts)) is not None:
                         ready.append(process)
                         continue
                     gone = [token for token, popen in coming.items() if popen.poll() is not None]
@@ -181,10 +185,10 @@ class SpawnedPool(Pool):
         self, number: int, door: socket.socket, body: bytes, coming: dict[bytes, subprocess.Popen[bytes]]
     ) -> None:
         """Start processes, then tell each where its parent is and what it needs."""
-        new = {secrets.token_bytes(HELLO): _process() for _ in range(number)}
+        new = {secrets.token_bytes(HELLO): _process(self._descriptor) for _ in range(number)}
         coming |= new
         assert self._folder is not None
-        where = {"port": door.getsockname()[1], "folder": self._folder.name}
+        where = {"port": door.getsockname()[1], "folder": self._folder.name, "memory": self._descriptor}
         about = {"path": sys.path, "bytes": len(body), "torch": _numerics(), **where}
         for token, popen in new.items():
             assert popen.stdin is not None
@@ -243,15 +247,18 @@ def _mapped(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_file(path, shared=False, size=math.prod(shape), dtype=dtype).view(shape)
 
 
-def _process() -> subprocess.Popen[bytes]:
-    """An interpreter that waits for what to do; Ctrl-C is its parent's to handle."""
+def _process(descriptor: int | None) -> subprocess.Popen[bytes]:
+    """An interpreter that waits for what to do and has this descriptor too; Ctrl-C is its parent's to handle."""
     command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-c", _BEGIN]
     group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # how Windows keeps Ctrl-C from it
     with interrupts_held():  # which it inherits
-        return subprocess.Popen(command, stdin=subprocess.PIPE, creationflags=group)
+        handed_on = () if descriptor is None else (descriptor,)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, creationflags=group, pass_fds=handed_on)
 
 
-def _welcome(door: socket.socket, coming: dict[bytes, subprocess.Popen[bytes]]) -> SpawnedProcess | None:
+def _welcome(
+    door: socket.socket, coming: dict[bytes, subprocess.Popen[bytes]], broadcasts: Broadcasts
+) -> SpawnedProcess | None:
     """The next worker that comes to the door within a fifth of a second; strangers are sent away.
 
     Raises:
@@ -279,7 +286,7 @@ def _welcome(door: socket.socket, coming: dict[bytes, subprocess.Popen[bytes]]) 
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     popen = coming.pop(token)
-    return SpawnedProcess(sock, popen.pid, popen=popen)
+    return SpawnedProcess(WorkerChannel(sock, broadcasts), popen.pid, popen=popen)
 
 
 def _abandon(coming: dict[bytes, subprocess.Popen[bytes]], ready: list[SpawnedProcess]) -> None:
@@ -332,7 +339,7 @@ def begin(head: Meta, body: bytes) -> None:
         sock.sendall(bytes.fromhex(head["token"]))
         framing.send(sock, said)
         if not said:
-            serve(sock, handler)
+            serve(JobChannel(sock, head["memory"]), handler)
     os._exit(0)
 
 

@@ -93,9 +93,9 @@ def amht_lrs(p: Problem, f: Fields) -> Found:
 @reference(
     "lr-bpfl",
     "description from the abstract and public code",
-    {"rank": 2},
-    {"rank": 2, "members": 0, "temperature": 0.3},
-    {"rank": 3, "members": 2, "adaptive_rank": True, "lr_personal": 0.05},
+    {"private_head": False, "rank": 2},
+    {"private_head": False, "rank": 2, "members": 0, "temperature": 0.3},
+    {"private_head": False, "rank": 3, "members": 2, "adaptive_rank": True, "lr_personal": 0.05},
     seen="the whole method",
 )
 def lr_bpfl(p: Problem, f: Fields) -> Found:
@@ -159,8 +159,8 @@ def lr_bpfl(p: Problem, f: Fields) -> Found:
 @reference(
     "waffle",
     "description from the abstract; divergence of Kumaraswamy from Beta as known",
-    {},
-    {"factors": 4, "alpha": 3.0, "tau": 0.8, "temperature": 0.5},
+    {"private_head": False},
+    {"private_head": False, "factors": 4, "alpha": 3.0, "tau": 0.8, "temperature": 0.5},
     seen="the whole method",
 )
 def waffle(p: Problem, f: Fields) -> Found:

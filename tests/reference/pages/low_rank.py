@@ -246,8 +246,8 @@ def fedpara(p: Problem, f: Fields) -> Found:
 @reference(
     "pfedpara",
     "description: W = W₁∘(W₂ + 1), W₂ personal",
-    {"lr": 0.03},
-    {"rank": 2, "lr": 0.03},
+    {"lr": 0.03, "private_head": False},
+    {"rank": 2, "lr": 0.03, "private_head": False},
 )
 def pfedpara(p: Problem, f: Fields) -> Found:
     w, own = within(p.server, "theta"), [within(c, "h") for c in p.clients]

@@ -74,8 +74,8 @@ def test_controls_stand_in_every_table() -> None:
     assert set(rows) == {"a", *COMMON, *GROUPED} and rows["ifca"].fields == {"clusters": 3}
     alone = made(('kind = "permuted-groups"\ngroups = 3', 'kind = "iid"'))
     assert {row.name for row in all_rows(alone)} == {"a", *COMMON}
-    common = made(('kind = "permuted-groups"\ngroups = 3', 'kind = "iid"\nsplit = "global"'))
-    assert {row.name for row in all_rows(common)} == {"a", "fedavg"}
+    common = made(('kind = "permuted-groups"\ngroups = 3', 'kind = "iid"\nsplit = "common"\ntest = 0.2'))
+    assert {row.name for row in all_rows(common)} == {"a", "fedavg", "local"}
 
 
 def test_local_work_is_equal_and_schedules_fit_the_rounds() -> None:

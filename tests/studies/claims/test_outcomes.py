@@ -21,21 +21,21 @@ sentence = "Sharing helps."
 place = "Table 1"
 seeds = [200, 201]
 [experiment]
-rounds = 2
+rounds = 1
 [experiment.data]
-limit = 200
+limit = 100
 [experiment.partition]
 kind = "iid"
 clients = 4
-split = "global"
+split = "common"
+test = 0.25
 [experiment.model]
 kind = "linear"
 [experiment.train]
 workers = 1
 [tuning]
 lr = [0.1, 0.3]
-trials = 3
-rounds = 1
+trials = 2
 [[rows]]
 name = "FedProx"
 method = "fedprox"
@@ -111,12 +111,12 @@ def test_rows_have_equal_trials_on_development_seeds_and_figures_on_reported_one
     carried_out: tuple[ClaimOutcome, Path],
 ) -> None:
     outcome, place = carried_out
-    assert set(outcome.figures) == set(outcome.effort) == {"FedProx", "fedavg"}
-    assert {e.trials for e in outcome.effort.values()} == {3}
+    assert set(outcome.figures) == set(outcome.effort) == {"FedProx", "fedavg", "local"}
+    assert {e.trials for e in outcome.effort.values()} == {2}
     trials = [p.name for p in place.iterdir() if p.name.startswith("trial-")]
     reports = [p.name for p in place.iterdir() if p.name.startswith("report-")]
     assert len(trials) == 6 and all("-s0-" in name for name in trials)
-    assert len(reports) == 6 and all("-s200-" in name or "-s201-" in name for name in reports)
+    assert len(reports) == 8 and all("-s200-" in name or "-s201-" in name for name in reports)
     assert set(outcome.figures["FedProx"]) == {"tuned", "published"} and set(outcome.figures["fedavg"]) == {"tuned"}
     assert all(set(d) >= {"examples", "labels", "split"} for d in outcome.data.values()) and len(outcome.data) == 2
     assert outcome.effort["FedProx"].steps > 0 and outcome.verdict["verdict"] == "holds"

@@ -184,18 +184,21 @@ def _normalise(where: str, x: Array, mean: tuple[float, ...], std: tuple[float, 
     per_channel = (1, -1, *([1] * (len(shape) - 1))) if len(mean) > 1 else (1,)
     shift, scale = torch.tensor(mean).reshape(per_channel), torch.tensor(std).reshape(per_channel)
     for start in range(0, len(x), 1024):
+        piece = out[start : start + 1024]
         with np.errstate(over="ignore"):  # too large for float32 becomes infinite and is refused below
-            piece = torch.from_numpy(x[start : start + 1024].astype(np.float32))
+            given = x[start : start + 1024]
+            whole = piece if size is None else torch.empty(given.shape)
+            np.copyto(whole.numpy(), given, casting="unsafe")
         if not pixels:
-            bad = (~torch.isfinite(piece.flatten(1)).all(1)).nonzero()
+            bad = (~torch.isfinite(whole.flatten(1)).all(1)).nonzero()
             if len(bad):
                 raise DataError(
                     f"{where}: features must be finite. Got NaN or infinity, first in row {start + int(bad[0])}."
                     " Clean or drop such examples."
                 )
         if size is not None:
-            piece = torch.nn.functional.adaptive_avg_pool2d(piece, size)
+            piece.copy_(torch.nn.functional.adaptive_avg_pool2d(whole, size))
         if pixels:
             piece.div_(255.0)
-        out[start : start + 1024] = piece.sub_(shift).div_(scale)
+        piece.sub_(shift).div_(scale)
     return out

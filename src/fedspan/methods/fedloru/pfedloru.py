@@ -36,6 +36,8 @@ class PFedLoRU(FedLoRU, Ranked):
 
     about = About(secure_sum=secure_sum, discloses=Discloses(labels="set", model="part", examples=True, resembles=True))
 
+    private_head: bool = True
+    """Whether the head stays on the client; the paper's is averaged with the rest."""
     nesting: Nesting = Nesting()
     """The clients' ranks of A and B, and their inner factors, where they differ."""
     own_ranks: Annotated[tuple[AtLeast1, ...], MinLen(1)] = (2,)

@@ -201,7 +201,7 @@ def data_hashes(claim: Claim, rows: Sequence[ClaimRow]) -> dict[str, dict[str, s
     for row in rows:
         for seed in claim.seeds:
             config = config_of(claim, row, {}, seed)
-            data = [config.data, config.partition, config.seed, config.train.dtype]
+            data = [config.data, config.partition, config.seed, config.train.precision]
             key = f"{seed}-{hashlib.blake2b(repr(data).encode(), digest_size=4).hexdigest()}"
             if key not in out:
                 out[key] = data_digest(assemble_data(config).to(config.train.torch_dtype))

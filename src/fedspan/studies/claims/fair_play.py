@@ -17,6 +17,10 @@ from fedspan.studies.papers.experiment_file import copied, put
 
 COMMON = ("fedavg", "fedavg-ft", "fedavg-head", "local")
 """Controls of every table of personal models."""
+ONE_TEST = ("fedavg", "local")
+"""Controls where all clients are judged by one test set under the same names: nothing is there to be fitted to."""
+OWN_NAMES = ("permuted-clients", "permuted-groups", "mixed-groups", "domains")
+"""Partitions in which clients name the classes differently."""
 GROUPED = ("oracle", "ifca", "cfl")
 """Controls where the clients have groups."""
 WORK = {
@@ -89,10 +93,10 @@ def all_rows(claim: Claim) -> list[ClaimRow]:
 
 
 def controls(claim: Claim, like: ClaimRow) -> tuple[str, ...]:
-    """The controls of a table: of one common model FedAvg; of personal ones all; of groups those that look for them."""
+    """The controls of a table: fewer where one test set judges all, more where clients have groups."""
     config = config_of(claim, like, {}, claim.seeds[0])
-    if config.partition.split == "global":
-        return COMMON[:1]
+    if config.partition.split != "client" and config.partition.kind not in OWN_NAMES:
+        return ONE_TEST
     if config.model.kinds:
         return tuple(m for m in COMMON if find_method(m).about.any_model)
     grouped = knows_groups(config.partition.kind, config.partition.options)
@@ -100,16 +104,10 @@ def controls(claim: Claim, like: ClaimRow) -> tuple[str, ...]:
 
 
 def _groups(claim: Claim, like: ClaimRow) -> int:
-    """How many groups the clients have: of the experiment's data, where its options do not say."""
-    from fedspan.config import assemble_data
-
-    config = config_of(claim, like, {}, claim.seeds[0])
-    options = config.partition.options
+    """How many groups the clients have, as the experiment says."""
+    options = config_of(claim, like, {}, claim.seeds[0]).partition.options
     if sizes := options.get("group_sizes"):
         return len(sizes)
     if groups := options.get("groups"):
         return int(groups)
-    found = assemble_data(config).groups
-    if found is None:
-        raise ConfigError(f"claims: {claim.name}: the partition must know the groups of its clients.")
-    return int(found.max()) + 1
+    raise ConfigError(f"claims: {claim.name}: give ifca a row with its clusters; the partition does not say how many.")
