@@ -27,8 +27,8 @@ class LinearFits:
 
     @property
     def gain(self) -> float:
-        """What the better kind of personal model gains over the common one."""
-        return max(self.own, self.near) - self.common
+        """What the better kind of personal model gains over the common one, or over saying nothing."""
+        return max(self.own, self.near) - max(self.common, 0.0)
 
 
 def linear_fits(of: Sample) -> LinearFits | None:
