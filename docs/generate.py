@@ -749,6 +749,79 @@ def attacks_page() -> str:
     return page("Dishonest clients", *parts)
 
 
+# ------------------------------------------------------------------------------------------------ diagnose
+
+
+def diagnose_page() -> str:
+    """How good the advice of `fedspan diagnose` is, from the outcome in docs/diagnose."""
+    from fedspan.studies.diagnosis.score import NEAR, case_from, totals
+
+    stored = json.loads((DOCS / "diagnose" / "score.json").read_text(encoding="utf-8"))
+    cases = [case_from(c) for c in stored["cases"]]
+    total = totals(cases)
+    first, last = stored["seeds"]
+    count = lambda key: "{} of {}".format(*total[key])
+    intro = f"""\
+        `fedspan diagnose` advises before anything is trained. Here its first advice is run as it proposes it, beside a
+        common set of methods on the same federations, seeds {first} to {last}: the kind of heterogeneity is named
+        rightly {count("kind")} times where it is known, the rank is the true number of directions {count("rank")} times
+        where there is one, and on {count("near")} federations the advice is at most {100 * NEAR:g} points behind the
+        best row (of errors: {100 * NEAR:g} % of the best).
+
+        Every row chooses its learning rate among {", ".join(f"{lr:g}" for lr in stored["rates"])} by the validation
+        parts of seed 0. The advice was made on development seeds 1 to 3 of the first eight; of the natural federations,
+        whose rows are those of [Natural federations](natural-federations.md) at the same seeds, the figures were known
+        when it was made. `python experiments/diagnose/score.py` repeats it and writes `docs/diagnose/score.json`.
+        """
+    told = [
+        (
+            c.name,
+            c.kind or "not known",
+            ", ".join(dict.fromkeys(c.kinds)),
+            "" if c.rank is None else c.rank,
+            ", ".join(dict.fromkeys(map(str, c.ranks))),
+            ", ".join(f"`{m}`" for m in dict.fromkeys(c.first)),
+            _scored(c, c.reached),
+            f"`{c.best[0]}`, {_scored(c, c.best[1])}",
+            _behind(c),
+        )
+        for c in cases
+    ]
+    titles = (
+        "federation",
+        "kind",
+        "named",
+        "rank",
+        "said",
+        "first advice",
+        "reached",
+        "best of the common set",
+        "behind",
+    )
+    rows = dict.fromkeys(m for c in cases for m in c.rows)
+    means = {c.name: c.means() for c in cases}
+    each = [(f"`{m}`", *(_scored(c, means[c.name].get(m)) if m in c.rows else "" for c in cases)) for m in rows]
+    return page(
+        "How good the advice is",
+        prose(textwrap.dedent(intro)),
+        ["## First advice and best row", "", *table(titles, told)],
+        ["## The common set", "", *table(("row", *(c.name for c in cases)), each)],
+    )
+
+
+def _scored(case: Any, value: float | None) -> str:
+    if value is None:
+        return "diverged" if case.advised else ""
+    return f"{100 * value:.1f}" if case.higher else f"{value:.2f}"
+
+
+def _behind(case: Any) -> str:
+    if case.behind is None:
+        return ""
+    end = "" if case.higher else " %"
+    return f"{100 * case.behind:+.1f}{end}"
+
+
 # ------------------------------------------------------------------------------------------------ natural federations
 
 # What was run for each comparison, beside its file.
@@ -1060,6 +1133,7 @@ def pages() -> Mapping[Path, str]:
         **{DOCS / "reference" / f"claims-{paper}.md": claims_of(paper) for paper in papers()},
         DOCS / "reference" / "defaults.md": defaults_page(),
         DOCS / "explanation" / "natural-federations.md": natural_page(),
+        DOCS / "explanation" / "diagnose.md": diagnose_page(),
         DOCS / "explanation" / "speed.md": speed_page(),
     }
 
