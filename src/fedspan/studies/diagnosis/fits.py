@@ -66,7 +66,8 @@ def _targets(of: Sample) -> Floats | None:
     """One column per label, or the standardised targets; centred, so that zero is what is said without a model."""
     if of.y is not None:
         made: Floats = (of.y[:, None] == np.unique(of.y)[None]).astype(np.float64)
-        return made - made.mean(0)
+        made -= made.mean(0)
+        return made
     if of.target is None:
         return None
     spread = of.target.std()
