@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WORKLOADS ?= all
+TURNS ?= 3
 
 .DEFAULT_GOAL := help
 PYTEST := $(BIN)/python -m pytest
@@ -54,8 +55,9 @@ format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format src tests bench docs/*.py
 	$(BIN)/ruff check --fix --quiet src tests bench docs/*.py
 
-bench: $(VENV)/.dev ## time the workloads beside their floor and limit (WORKLOADS=name,name runs some); writes bench.json
-	$(BIN)/python -m bench --workloads $(WORKLOADS) --out bench.json
+bench: $(VENV)/.dev ## time whole runs beside plain torch, contestants in turns (PEERS=1, QUICK=1, RESUME=1, WORKLOADS=, ONLY=, TURNS=)
+	$(BIN)/python -m bench --workloads $(WORKLOADS) --only $(or $(ONLY),all) --turns $(TURNS) --out bench.json \
+	  $(if $(PEERS),--peers) $(if $(QUICK),--quick) $(if $(RESUME),--resume)
 
 docs: $(VENV)/.docs ## write the reference from the code, and build the site in build/site (a broken link fails)
 	$(BIN)/python docs/generate.py
@@ -65,4 +67,4 @@ gallery: $(VENV)/.dev ## draw the pictures of docs/explanation/gallery.md from t
 	$(BIN)/python docs/make_gallery.py
 
 clean: ## remove the environment and everything made
-	rm -rf $(VENV) runs bench.json .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers runs bench.json .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -279,6 +279,146 @@ def conformance_page() -> str:
     return page("Conformance", *parts)
 
 
+# ------------------------------------------------------------------------------------------------ claims
+
+
+def claims_page() -> str:
+    """Every claim with its verdict, computed from the stored outcomes; what was not run, and its minutes."""
+    from fedspan.studies.claims import catalogue
+    from fedspan.studies.claims.claim_file import papers
+
+    found = [(claim, *decided(claim)) for claim in catalogue()]
+    counts: dict[str, int] = {}
+    for _, _, d in found:
+        counts[d.word] = counts.get(d.word, 0) + 1
+    intro = f"""\
+        What the four papers claim, and what came out: {len(found)} claims, of which
+        {", ".join(f"{n} {word}" for word, n in counts.items())}. Every verdict on this page is computed from a stored
+        outcome by the claim's own test; none is typed. `fedspan claims run NAME` repeats one, `fedspan claims verify`
+        holds all outcomes to their hashes and computes some again.
+
+        A test is a difference between two rows, taken seed by seed, with its mean and Student's 90 % interval: it
+        passes where the interval lies beyond the bar, fails where it lies on the other side, and decides nothing where
+        it lies on both. A claim holds if all of its tests pass; *only if* names the condition under which they do.
+        Every row gets the same number of trials of the same length on development seeds 0 to 9, starting from one grid
+        that goes on beyond its end; * marks a chosen step size that nothing brackets. Figures are of seeds 200 and on.
+        Controls stand in every table, and a second part of a client's work has the run's epochs. Most settings are
+        small: a verdict is one on the setting named beside it, whose differences from the paper's are listed."""
+    parts = [textwrap.dedent(intro).splitlines()]
+    for paper, about in papers().items():
+        rows = [
+            (
+                f"[{c.stem}](claims-{paper}.md#{c.stem})",
+                c.sentence,
+                f"**{d.text}**",
+                main_effect(d),
+                "" if o is None else f"{o.seconds / 60:.1f}",
+            )
+            for c, o, d in found
+            if c.paper == paper
+        ]
+        titles = ("claim", "what the paper says", "verdict", "effect [90 % interval]", "minutes")
+        parts.append([f"## {about['title']}", "", f"{about['reference']}.", "", *table(titles, rows)])
+    waiting = [(c.name, c.sentence, f"{c.minutes:g}") for c, o, d in found if d.word == "not run"]
+    total = sum(c.minutes for c, _, d in found if d.word == "not run")
+    words = ["## Not run", "", f"{len(waiting)} claims, about {total:,.0f} minutes of one core in all.", ""]
+    parts.append(words + (table(("claim", "what the paper says", "minutes, estimated"), waiting) if waiting else []))
+    return page("Claims", *parts)
+
+
+def decided(claim: Any) -> tuple[Any, Any]:
+    """The stored outcome of a claim, if there is one, and the verdict.
+
+    Raises:
+        SystemExit: if the outcome is damaged, or of another version of the claim.
+    """
+    from fedspan.studies.claims import decide, sound_outcomes
+
+    stored = sound_outcomes((claim,))
+    outcome = stored.outcomes.get(claim.name)
+    if stored.damaged:
+        sys.exit(f"{claim.name}: {stored.damaged[claim.name]}. `fedspan claims run {claim.name}` makes it anew.")
+    return outcome, decide(claim, None if outcome is None else outcome.figures)
+
+
+def main_effect(decision: Any) -> str:
+    """Effect and interval of the first test without a condition."""
+    return next((t.interval for t in decision.tests if not t.only_if), "")
+
+
+def claims_of(paper: str) -> str:
+    """The claims of one paper, each with settings, tests, its table, and what every row was given."""
+    from fedspan.studies.claims import catalogue
+    from fedspan.studies.claims.claim_file import papers
+    from fedspan.studies.claims.claim_pages import effort_table, figure_table, test_table
+
+    about = papers()[paper]
+    parts: list[list[str]] = [
+        [f"{about['reference']}. [All claims](claims.md) has how to read this page."],
+    ]
+    for claim in (c for c in catalogue() if c.paper == paper):
+        outcome, decision = decided(claim)
+        why = f": {claim.not_testable}" if claim.not_testable else ""
+        lines = [
+            f"## {claim.stem}",
+            "",
+            f"> {claim.sentence}",
+            "",
+            f"*{claim.place}.* **Verdict: {decision.text}{why}.**",
+        ]
+        told = [("The paper", claim.setting.paper), ("Here", claim.setting.ours)]
+        lines += ["", *(f"* *{who}*: {text}" for who, text in told if text)]
+        lines += [f"* *Differs*: {d}." for d in claim.setting.differences]
+        for made in (test_table(claim, decision), figure_table(claim, outcome), effort_table(claim, outcome)):
+            if made is not None:
+                lines += ["", *table(made.titles, made.rows)]
+        lines += ["", *provenance(claim, outcome)]
+        parts.append(lines)
+    return page(f"Claims of {about['title']}", *parts)
+
+
+def claims_by_method() -> str:
+    """Each method's own table: every stored outcome that it has a row in, its figure, step size and steps."""
+    from fedspan.studies.claims import catalogue
+    from fedspan.studies.claims.claim_pages import summary
+
+    rows: dict[str, list[tuple[str, ...]]] = {}
+    for claim in catalogue():
+        outcome, _ = decided(claim)
+        for name, told in (outcome.effort if outcome is not None else {}).items():
+            columns = outcome.figures[name]
+            figures = [summary(columns.get(c, {}).get("accuracy", {}), percent=True) for c in ("tuned", "published")]
+            lr = "none" if told.lr is None else f"{told.lr:g}{'*' if told.edge else ''}"
+            link = f"[{claim.name}](claims-{claim.paper}.md#{claim.stem})"
+            rows.setdefault(told.method, []).append((link, name, *figures, lr, f"{told.steps:g}"))
+    intro = """\
+        Every method in every stored table of [the claims](claims.md), as subject or control: accuracy in percent,
+        mean and spread over reported seeds, the step size its trials chose (* where nothing brackets it), and gradient
+        steps of a client in a round. Methods without a row have not stood in a table yet."""
+    parts = [textwrap.dedent(intro).splitlines()]
+    titles = ("claim", "row", "as tuned", "as published", "step size", "steps a round")
+    for title, methods in families():
+        shown = [n for n in methods if n in rows]
+        if shown:
+            parts.append([f"## {title}"])
+        parts += [[f"### {n}", "", *table(titles, rows[n])] for n in shown]
+    return page("Methods in the claims' tables", *parts)
+
+
+def provenance(claim: Any, outcome: Any) -> list[str]:
+    """How an outcome was made, or what it would cost."""
+    if claim.not_testable:
+        return []
+    if outcome is None:
+        return [f"Not run: about {claim.minutes:g} minutes of one core; `fedspan claims run {claim.name}`."]
+    seeds = ", ".join(map(str, outcome.seeds["reported"])) or "none (nothing is drawn)"
+    chosen = ", ".join(map(str, outcome.seeds["development"]))
+    made = ", ".join(f"{k} {v}" for k, v in outcome.versions.items())
+    lines = [f"Reported seeds: {seeds}." + (f" Step sizes chosen on seed {chosen}." if chosen else "")]
+    lines += [f"{outcome.seconds:,.0f} s; {made}; code `{outcome.code}`, outcome `{outcome.sha256[:16]}`."]
+    return [" ".join(lines)]
+
+
 # ------------------------------------------------------------------------------------------------ experiment files
 
 
@@ -302,7 +442,8 @@ def configuration_page() -> str:
         `name` is one of [the methods](methods.md), or `package.module:Class` for
         [one of your own](../tutorials/add_a_method.md), which needs `--allow-code PACKAGE`; the other keys are the
         fields of that method. In a comparison `[methods.NAME]` holds what only one method gets, and keys of `[method]`
-        that a method lacks but another has are left out for it."""
+        that a method lacks but another has are left out for it. A number of rounds may be a share of the run's:
+        `start_round = "20%"`."""
     sections: list[tuple[str, str, list[str]]] = [
         ("At the top", "", keys(RunConfig, without=tables)),
         ("[data]", "The sources are listed in [Data](data.md).", keys(DataConfig)),
@@ -608,6 +749,79 @@ def attacks_page() -> str:
     return page("Dishonest clients", *parts)
 
 
+# ------------------------------------------------------------------------------------------------ diagnose
+
+
+def diagnose_page() -> str:
+    """How good the advice of `fedspan diagnose` is, from the outcome in docs/diagnose."""
+    from fedspan.studies.diagnosis.score import NEAR, case_from, totals
+
+    stored = json.loads((DOCS / "diagnose" / "score.json").read_text(encoding="utf-8"))
+    cases = [case_from(c) for c in stored["cases"]]
+    total = totals(cases)
+    first, last = stored["seeds"]
+    count = lambda key: "{} of {}".format(*total[key])
+    intro = f"""\
+        `fedspan diagnose` advises before anything is trained. Here its first advice is run as it proposes it, beside a
+        common set of methods on the same federations, seeds {first} to {last}: the kind of heterogeneity is named
+        rightly {count("kind")} times where it is known, the rank is the true number of directions {count("rank")} times
+        where there is one, and on {count("near")} federations the advice is at most {100 * NEAR:g} points behind the
+        best row (of errors: {100 * NEAR:g} % of the best).
+
+        Every row chooses its learning rate among {", ".join(f"{lr:g}" for lr in stored["rates"])} by the validation
+        parts of seed 0. The advice was made on development seeds 1 to 3 of the first eight; of the natural federations,
+        whose rows are those of [Natural federations](natural-federations.md) at the same seeds, the figures were known
+        when it was made. `python experiments/diagnose/score.py` repeats it and writes `docs/diagnose/score.json`.
+        """
+    told = [
+        (
+            c.name,
+            c.kind or "not known",
+            ", ".join(dict.fromkeys(c.kinds)),
+            "" if c.rank is None else c.rank,
+            ", ".join(dict.fromkeys(map(str, c.ranks))),
+            ", ".join(f"`{m}`" for m in dict.fromkeys(c.first)),
+            _scored(c, c.reached),
+            f"`{c.best[0]}`, {_scored(c, c.best[1])}",
+            _behind(c),
+        )
+        for c in cases
+    ]
+    titles = (
+        "federation",
+        "kind",
+        "named",
+        "rank",
+        "said",
+        "first advice",
+        "reached",
+        "best of the common set",
+        "behind",
+    )
+    rows = dict.fromkeys(m for c in cases for m in c.rows)
+    means = {c.name: c.means() for c in cases}
+    each = [(f"`{m}`", *(_scored(c, means[c.name].get(m)) if m in c.rows else "" for c in cases)) for m in rows]
+    return page(
+        "How good the advice is",
+        prose(textwrap.dedent(intro)),
+        ["## First advice and best row", "", *table(titles, told)],
+        ["## The common set", "", *table(("row", *(c.name for c in cases)), each)],
+    )
+
+
+def _scored(case: Any, value: float | None) -> str:
+    if value is None:
+        return "diverged" if case.advised else ""
+    return f"{100 * value:.1f}" if case.higher else f"{value:.2f}"
+
+
+def _behind(case: Any) -> str:
+    if case.behind is None:
+        return ""
+    end = "" if case.higher else " %"
+    return f"{100 * case.behind:+.1f}{end}"
+
+
 # ------------------------------------------------------------------------------------------------ natural federations
 
 # What was run for each comparison, beside its file.
@@ -766,6 +980,79 @@ def _outcome(name: str) -> dict[str, Any]:
     return kept
 
 
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def speed_page() -> str:
+    """What is measured by `make bench`, how, and what came out where an outcome is kept in docs/speed.json."""
+    intro = """\
+        `make bench` times whole runs as a user gets them: rounds, evaluation, checkpoints and the end, nothing
+        replaced. Training speed is read off the record of the run itself, all rounds but the first. Contestants take
+        turns (A B C A B C ...), each turn in a process of its own, so that a drift of the machine's speed hits all of
+        them; a ratio is taken within a turn, and the median over the turns is shown. With `PEERS=1` the same FedAvg
+        also runs in [pfl-research](https://github.com/apple/pfl-research),
+        [FedJAX](https://github.com/google/fedjax) and [Flower](https://flower.ai) with Ray, in environments of their
+        own that are made in `.venv-peers` from the pins in `bench/peers`. Whoever wins a row is shown; so is the
+        reason why a row could not be run.
+
+        <!-- not run: minutes, and the machine should do nothing else -->
+        ```console
+        $ make bench QUICK=1              # some minutes
+        $ make bench                      # every row, three turns
+        $ make bench PEERS=1 RESUME=1     # the same beside other projects; what bench.json has is kept
+        $ make bench WORKLOADS=scale      # many clients: memory and seconds per participant
+        ```
+
+        ## What is measured
+
+        * **Workloads.** A 784-200-200-10 perceptron on 70,000 pictures of MNIST's shape over 100 or 1000 clients; a CNN
+          of two 5x5 convolutions on 60,000 of CIFAR's shape over 100; ResNet-9 on 2,400 over 100. Labels follow
+          Dirichlet(0.5), a quarter of each client's examples is held out, 10 % of the clients take part in a round,
+          one local epoch, plain SGD. Pictures are patterns under noise: no file is needed.
+        * **Samples per second.** A sample counts once for every gradient that comes back through its loss. Gradients
+          are counted in a run with the same clients and minibatches (`bench/counting.py`), not by a formula. Where a
+          method takes several per example (Ditto two, FedRep with ten epochs of the head eleven), the ratio in brackets
+          counts each participant's examples once per round instead.
+        * **The plain loop** is torch without federation: the same clients' minibatches one after another on one model,
+          by the fastest of the ways tried (`torch.autograd.grad` and one in-place step; `torch.optim.SGD` is 5 to 15 %
+          slower). It is warm when the clock starts: the first optimiser of a process imports `torch._dynamo`, which
+          takes more than a second. The allocator's settings made no difference.
+        * **The batched-GEMM limit** is what the matrix products of the perceptron alone would take, all participants at
+          once.
+        * **Memory** is the most that all processes of a row held together, shared pages once.
+        * **bf16** is quick on CPUs with AMX; rows of others say that there is none.
+        * **The job** is `experiments/mnist-dirichlet.toml` by `fedspan run`, from the start of the process to its end,
+          beside programs that read the same parquet files, average a hundred rounds and evaluate every tenth.
+          "The first time" includes decoding the pictures, which fedspan keeps afterwards; the others are then given
+          decoded pictures too. It needs `FEDSPAN_DATA`.
+
+        Peers run without evaluation. FedJAX fills up every last batch by repeating examples; they count once.
+        Flower has two Ray actors of one core, pfl-research one process with torch's threads. `python -m bench.keep`
+        keeps an outcome for this page."""
+    text = textwrap.dedent(intro).splitlines()
+    path = DOCS / "speed.json"
+    told = speed_tables(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []
+    return page("Speed", text, told)
+
+
+def speed_tables(kept: Mapping[str, Any]) -> list[str]:
+    """The tables of a kept outcome."""
+    on = kept["machine"]
+    has = [name for name, there in (("AVX-512", on.get("avx512")), ("AMX", on.get("amx"))) if there]
+    where = f"{on['cpu']}, {on.get('cores')} cores, {' and '.join(has) or 'neither AVX-512 nor AMX'}"
+    lines = ["## What came out", "", f"On {where}; torch {on.get('torch')}, medians of {kept['turns']} turns."]
+    lines += [f"Versions: {', '.join(kept['versions'])}."] if kept["versions"] else []
+    for title, name in (
+        ("Samples per second, as a multiple of the plain loop on one thread", "ratios"),
+        ("`experiments/mnist-dirichlet.toml` from start to end", "job"),
+        ("Every row", "details"),
+    ):
+        if kept[name]["rows"]:
+            lines += ["", f"### {title}", "", *table(kept[name]["titles"], kept[name]["rows"])]
+    lines += ["", *(f"* {said}." for said in kept["notes"])]
+    return [*lines, "", *(f"* Not run: {said}." for said in kept["not_run"])]
+
+
 def python_page() -> str:
     """The public names of the package: `fedspan.__all__`."""
     import fedspan
@@ -782,8 +1069,54 @@ def python_page() -> str:
 # ------------------------------------------------------------------------------------------------ all of them
 
 
+# ------------------------------------------------------------------------------------------------ defaults
+
+SETTINGS = {
+    "digits": "Digits whose labels are permuted: 20 clients in 4 groups, batches of 16, 2 epochs, 15 rounds",
+    "setup3": "Setup 3 of pFL-MF: MNIST, 1000 clients in 10 groups, 100 rounds, a tenth of them in each",
+    "mnist": "6,000 digits of MNIST over 20 clients with uneven labels, 20 rounds",
+    "cifar": "3,000 pictures of CIFAR-10 at 16 × 16 over 10 clients with uneven labels, a convolutional network",
+}
+
+
+def defaults_page() -> str:
+    """What every method reaches with its defaults, from the outcomes in docs/defaults."""
+    intro = """\
+        No option is given but the setting, which is a file in `experiments/defaults`; step sizes are the methods' own.
+        Defaults were chosen on seeds 0 to 9, figures are from others. `python experiments/defaults/run.py` repeats
+        them, and this page is written from what it keeps in `docs/defaults`. A method whose clients all have the same
+        model at the end is marked *one model*: where labels mean different things to different clients, no such model
+        can be right for all."""
+    parts = [textwrap.dedent(intro).splitlines()]
+    for name, title in SETTINGS.items():
+        path = DOCS / "defaults" / f"{name}.json"
+        if path.is_file():
+            rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            parts.append([f"## {title}", "", *defaults_table(rows)])
+    return page("Methods with their defaults", *parts)
+
+
+def defaults_table(rows: list[dict[str, Any]]) -> list[str]:
+    """A row per method: mean accuracy, that of every seed, the difference from Local."""
+    by: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by.setdefault(row["method"], []).append(row)
+    seeds = sorted({row["seed"] for row in rows})
+    mean = {k: statistics.fmean(r["accuracy"] for r in v) for k, v in by.items() if all(not r["ended"] for r in v)}
+    lines = []
+    for method, found in by.items():
+        each = {r["seed"]: "" if r["accuracy"] is None else f"{100 * r['accuracy']:.1f}" for r in found}
+        gap = f"{100 * (mean[method] - mean['local']):+.1f}" if method in mean and "local" in mean else ""
+        said = found[0]["ended"] or ("one model" if all(r["models"] == 1 for r in found) else "")
+        shown_mean = f"{100 * mean[method]:.1f}" if method in mean else ""
+        lines.append([f"`{method}`", shown_mean, gap, *(each.get(s, "") for s in seeds), said])
+    return table(["method", "mean, %", "over Local", *(f"seed {s}" for s in seeds), ""], lines)
+
+
 def pages() -> Mapping[Path, str]:
     """Every file that is written, with its text."""
+    from fedspan.studies.claims.claim_file import papers
+
     return {
         ROOT / "README.md": readme(),
         DOCS / "reference" / "configuration.md": configuration_page(),
@@ -795,7 +1128,13 @@ def pages() -> Mapping[Path, str]:
         DOCS / "reference" / "python.md": python_page(),
         DOCS / "reference" / "equivalences.md": equivalences_page(),
         DOCS / "reference" / "conformance.md": conformance_page(),
+        DOCS / "reference" / "claims.md": claims_page(),
+        DOCS / "reference" / "claims-methods.md": claims_by_method(),
+        **{DOCS / "reference" / f"claims-{paper}.md": claims_of(paper) for paper in papers()},
+        DOCS / "reference" / "defaults.md": defaults_page(),
         DOCS / "explanation" / "natural-federations.md": natural_page(),
+        DOCS / "explanation" / "diagnose.md": diagnose_page(),
+        DOCS / "explanation" / "speed.md": speed_page(),
     }
 
 

@@ -154,7 +154,7 @@ def finished(
     **settings: Any,
 ) -> Simulation:
     """A finished run on seven ragged clients, four of them in each round."""
-    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
+    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "precision": "float64"} | settings
     settled = Settings(evaluate_every=100, **chosen)
     sim = Simulation(method, task or make_task(kind), data or make_data(kind), rounds=rounds, seed=5, settings=settled)
     sim.result = sim.run()  # type: ignore[attr-defined]

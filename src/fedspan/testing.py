@@ -94,7 +94,7 @@ class Case:
 
     def begun(self, out: Path | None = None, rounds: int | None = None, **settings: Any) -> Simulation:
         """A run before its first round."""
-        usual = {"participation": 0.6, "workers": 1, "dtype": "float64", "batch_size": 8, "epochs": self.epochs}
+        usual = {"participation": 0.6, "workers": 1, "precision": "float64", "batch_size": 8, "epochs": self.epochs}
         chosen = Settings(evaluate_every=100, **{**usual, **settings})
         count = self.rounds if rounds is None else rounds
         return Simulation(self.method, self.task(), self.data, rounds=count, seed=SEED, settings=chosen, out=out)
@@ -411,7 +411,7 @@ def flower_agrees(case: Case) -> Kept:
     from fedspan.deploy.local_grid import deploy_here, held_by
 
     promise = "deployed on Flower it must give the simulator's numbers"
-    usual: dict[str, Any] = {"batch_size": 8, "epochs": 1, "dtype": "float64", "evaluate_every": 100}
+    usual: dict[str, Any] = {"batch_size": 8, "epochs": 1, "precision": "float64", "evaluate_every": 100}
     config = {"method": {"name": name_of(case.method)}, "rounds": 2}
     with tempfile.TemporaryDirectory(prefix="fedspan-check-") as folder, case.naming(promise):
         experiment = Experiment(case.method, case.task(), SEED, Settings(**usual), 2, "check", config)

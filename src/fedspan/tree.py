@@ -228,8 +228,13 @@ def all_finite(tree: Any) -> bool:
 
 def digest(tree: Any) -> str:
     """SHA-256 over paths, types, shapes and bytes: equal for equal trees, whatever machine holds them."""
+    return digest_of(sorted(items(tree)))
+
+
+def digest_of(pairs: Iterable[tuple[str, Tensor]]) -> str:
+    """The digest of a tree from its paths and tensors, in the order of the paths: they need not exist all at once."""
     h = hashlib.sha256()
-    for path, t in sorted(items(tree)):
+    for path, t in pairs:
         t = t.detach().cpu().contiguous()
         h.update(f"{path}|{t.dtype}|{tuple(t.shape)}|".encode())
         h.update(t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b"")

@@ -140,7 +140,7 @@ def test_integer_labels_for_a_regression_are_numbers(name: str) -> None:
 def test_targets_of_a_regression(name: str) -> None:
     data = [(x, y.double()) for x, y in pairs()]
     if not METHODS[name].about.needs_classes:
-        assert_finite(run(name, data, mlp(outputs=1), dtype="float64"))
+        assert_finite(run(name, data, mlp(outputs=1), precision="float64"))
     data[2][1][0] = float("nan")
     with pytest.raises(DataError) as caught:
         run(name, data, mlp(outputs=1))

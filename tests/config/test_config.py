@@ -239,6 +239,19 @@ def test_wrong_values(tmp_path: Path, no_data: None, override: str) -> None:
     assert override.partition("=")[0].split(".")[-1] in said
 
 
+def test_a_number_of_rounds_may_be_a_share_of_the_runs() -> None:
+    def cfl(rounds: int, **fields: Any) -> dict[str, Any]:
+        return from_dict({"rounds": rounds, "method": {"name": "cfl", **fields}}).resolve().method
+
+    assert [cfl(n, start_round="20%")["start_round"] for n in (15, 50, 1)] == [3, 10, 1]
+    assert (
+        from_dict({"rounds": 40}, ["method.name=cfl", "method.start_round=12.5%"]).resolve().method["start_round"] == 5
+    )
+    for wrong in ({"start_round": "many"}, {"lr": "20%"}, {"start_round": "-5%"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            cfl(20, **wrong)
+
+
 def test_oracle_needs_groups(tmp_path: Path, no_data: None) -> None:
     assert "groups" in refused(tmp_path, '[partition]\nkind = "iid"\nclients = 4\n[method]\nname = "oracle"\n')
 

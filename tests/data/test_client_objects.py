@@ -232,7 +232,7 @@ def test_trees_of_unequal_lengths_train_alike_mapped_and_in_a_loop(name: str) ->
     model, found = Two().double(), {}
     for mapping in ("vmap", "loop"):
         found[mapping] = fedspan.simulate(
-            fedspan.make(name, lr=0.2), model, data, rounds=3, batch_size=4, mapping=mapping, dtype="float64"
+            fedspan.make(name, lr=0.2), model, data, rounds=3, batch_size=4, mapping=mapping, precision="float64"
         )
     one, other = (found[m].simulation for m in found)
     assert one is not None and other is not None

@@ -53,7 +53,7 @@ def test_an_experiment_runs_from_the_file(play: Path) -> None:
             "partition": {"kind": "natural", "split": "global"},
             "model": {"kind": "characters", "width": 3, "hidden": 5},
             "method": {"name": "fedper", "lr": 0.1},
-            "train": {"dtype": "float64", "workers": 1},
+            "train": {"precision": "float64", "workers": 1},
         }
     )
     method, task, data = assemble(config)

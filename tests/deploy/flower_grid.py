@@ -25,7 +25,13 @@ __all__ += ["held_by", "written_and_read"]
 
 
 def experiment_of(method: Method, task: Task, rounds: int, **settings: Any) -> Experiment:
-    chosen = {"participation": 1.0, "batch_size": 8, "epochs": 2, "dtype": "float64", "evaluate_every": 100} | settings
+    chosen = {
+        "participation": 1.0,
+        "batch_size": 8,
+        "epochs": 2,
+        "precision": "float64",
+        "evaluate_every": 100,
+    } | settings
     config = {"method": {"name": name_of(method)}, "rounds": rounds}
     return Experiment(method, task, 5, Settings(**chosen), rounds, "test", config)
 

@@ -456,12 +456,12 @@ def test_own_method_goes_on_after_kill_9(tmp_path: Path) -> None:
 
 def test_own_method_deploys_on_the_grid_of_this_process(tmp_path: Path) -> None:
     method, data = FedDyn(alpha=0.3), make_data(clients=3)
-    settings = Settings(batch_size=8, epochs=1, dtype="float64", evaluate_every=100)
+    settings = Settings(batch_size=8, epochs=1, precision="float64", evaluate_every=100)
     experiment = Experiment(method, make_task(), 5, settings, 3, "own", {"method": {"name": name_of(method)}})
     server, _ = deploy_here(experiment, data, tmp_path)
     found = server.run()
     expected = simulate(
-        method, make_task(), data, rounds=3, seed=5, batch_size=8, epochs=1, dtype="float64", evaluate_every=100,
+        method, make_task(), data, rounds=3, seed=5, batch_size=8, epochs=1, precision="float64", evaluate_every=100,
         mapping="loop", workers=1,
     )  # fmt: skip
     assert found.per_client["loss"] == pytest.approx(expected.per_client["loss"], abs=1e-12)

@@ -179,7 +179,7 @@ def test_a_run_names_the_broken_promise(cls: type[Plain], words: str, mapping: s
         pytest.skip("a mapped client has a dict of its own")
     with pytest.raises(PromiseError) as e:
         simulate(
-            cls(), make_task(), make_data(), rounds=2, dtype="float64", workers=1, mapping=mapping, evaluate_every=1
+            cls(), make_task(), make_data(), rounds=2, precision="float64", workers=1, mapping=mapping, evaluate_every=1
         )
     assert words in str(e.value) and str(e.value).startswith(f"{cls.__name__}: ")
     assert "\n" not in str(e.value)
@@ -194,7 +194,7 @@ def test_check_method_names_the_broken_promise(cls: type[Plain], words: str) -> 
 
 def test_a_worker_hands_the_sentence_over() -> None:
     with pytest.raises(PromiseError, match="Got a value of type float at 'mean/c'"):
-        simulate(SendsANumber(), make_task(), make_data(), rounds=1, dtype="float64", workers=2, mapping="loop")
+        simulate(SendsANumber(), make_task(), make_data(), rounds=1, precision="float64", workers=2, mapping="loop")
 
 
 def test_a_method_that_keeps_its_promises_is_told_so() -> None:

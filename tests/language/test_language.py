@@ -80,7 +80,7 @@ def run(method: Any, data: FederatedData, rounds: int = 4, task: Task | None = N
         "participation": 0.5,
         "batch_size": 5,
         "workers": 1,
-        "dtype": "float64",
+        "precision": "float64",
         "evaluate_every": 1,
         "mapping": "loop",
     } | settings

@@ -117,7 +117,7 @@ def test_running_statistics_are_means_whatever_the_rule() -> None:
 
 def test_state_survives_save_and_load(tmp_path: Path) -> None:
     method = method_of(FedAvg, server_optimizer="yogi", server_lr=0.05, server_corrected=True)
-    settings = Settings(evaluate_every=100, participation=0.6, batch_size=8, workers=1, dtype="float64")
+    settings = Settings(evaluate_every=100, participation=0.6, batch_size=8, workers=1, precision="float64")
 
     def run(rounds: int, out: Path | None) -> Simulation:
         sim = Simulation(method, make_task(), make_data(), rounds=rounds, seed=5, settings=settings, out=out)

@@ -106,7 +106,7 @@ def test_frozen_parameters_are_constants() -> None:
     frozen = model[0].weight.detach().clone()
     task = Task(model)
     assert task.names == ["2.weight", "2.bias"] and list(task.init()) == task.names
-    settings = Settings(dtype="float64", batch_size=8, workers=1)
+    settings = Settings(precision="float64", batch_size=8, workers=1)
     sim = Simulation(FedAvg(), task, make_data(), rounds=1, settings=settings)
     sim.run()
     assert list(sim.record.server["theta"]) == task.names
@@ -379,14 +379,14 @@ def test_a_loss_of_torch_that_reduces_is_refused_at_the_door(reduction: str) -> 
 def test_a_function_that_gives_one_value_for_two_examples_is_refused_before_the_first_round(mapping: str) -> None:
     task = Task(make_task().module, dtype=torch.float64, loss=nn.functional.cross_entropy)
     with pytest.raises(ConfigError, match=r"shape \(2,\) for 2 examples. Got \(\); use reduction='none'"):
-        Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(mapping=mapping, dtype="float64"))  # type: ignore[arg-type]
+        Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(mapping=mapping, precision="float64"))  # type: ignore[arg-type]
 
 
 def test_an_own_loss_per_example_gives_the_same_mapped_and_in_the_loop() -> None:
     ends = []
     for mapping in ("vmap", "loop"):
         task = Task(make_task().module, dtype=torch.float64, loss=nn.CrossEntropyLoss(reduction="none"))
-        settings = Settings(mapping=mapping, dtype="float64", batch_size=4, workers=1)  # type: ignore[arg-type]
+        settings = Settings(mapping=mapping, precision="float64", batch_size=4, workers=1)  # type: ignore[arg-type]
         sim = Simulation(FedAvg(lr=0.1), task, make_data(), rounds=2, settings=settings)
         sim.run()
         ends.append(sim.record.server)
@@ -397,7 +397,7 @@ def test_a_loss_of_batches_runs_in_the_loop_and_is_the_loss_it_is() -> None:
     own, batches = make_task().module, nn.CrossEntropyLoss()
     task = Task(own, dtype=torch.float64, loss=batches, loss_of="batch")
     each = Task(own, dtype=torch.float64)
-    settings = Settings(dtype="float64", batch_size=4, workers=1)
+    settings = Settings(precision="float64", batch_size=4, workers=1)
     sims = [Simulation(FedAvg(lr=0.1), t, make_data(), rounds=2, settings=settings) for t in (task, each)]
     for sim in sims:
         sim.run()
@@ -405,7 +405,7 @@ def test_a_loss_of_batches_runs_in_the_loop_and_is_the_loss_it_is() -> None:
     assert_close(*(sim.record.server for sim in sims))  # a mean over examples is the one loss both kinds can say
     assert task.converted(lambda m: m).unmappable() == task.unmappable() != []
     with pytest.raises(ConfigError, match=r"loss_of='batch'\) cannot be computed for many clients at once"):
-        Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(mapping="vmap", dtype="float64"))
+        Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(mapping="vmap", precision="float64"))
 
 
 def test_a_loss_of_another_kind_than_declared_is_refused() -> None:
@@ -441,7 +441,7 @@ def test_a_model_may_return_an_object_with_logits() -> None:
     start = {k.removeprefix("inner."): v for k, v in task.init().items()}
     x = numbers(4, 5)
     assert torch.equal(task.predict(task.init(), x), plain.predict(start, x))
-    sim = Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(dtype="float64", workers=1))
+    sim = Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(precision="float64", workers=1))
     assert sim.mapping == "folded" and sim.run().rounds == 1
     with pytest.raises(ConfigError, match=r"must return a tensor, or an object whose 'logits' is one. Got tuple"):
-        Simulation(FedAvg(), Task(Outputs("tuple")), make_data(), rounds=1, settings=Settings(dtype="float64"))
+        Simulation(FedAvg(), Task(Outputs("tuple")), make_data(), rounds=1, settings=Settings(precision="float64"))

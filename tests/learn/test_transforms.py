@@ -63,7 +63,7 @@ def pictures(n: int = 2) -> fedspan.FederatedData:
 def run(data: fedspan.FederatedData, **settings: Any) -> fedspan.Result:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
-    given = {"rounds": 3, "batch_size": 4, "dtype": "float64", **settings}
+    given = {"rounds": 3, "batch_size": 4, "precision": "float64", **settings}
     return fedspan.simulate(fedspan.make("fedavg", lr=0.1), model, data, **given)
 
 

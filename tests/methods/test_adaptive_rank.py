@@ -54,7 +54,7 @@ def federation(same: bool, clients: int = 4) -> FederatedData:
 
 
 def begun(method: Method, data: FederatedData, rounds: int, **more: Any) -> Simulation:
-    chosen = {"batch_size": 8, "epochs": 1, "workers": 1, "dtype": "float64", "participation": 1.0}
+    chosen = {"batch_size": 8, "epochs": 1, "workers": 1, "precision": "float64", "participation": 1.0}
     kept = {k: more.pop(k) for k in ("out", "devices") if k in more}
     return Simulation(method, wide(), data, rounds=rounds, seed=5, settings=Settings(**chosen | more), **kept)
 
@@ -209,7 +209,13 @@ def test_levels_are_the_same_resumed_and_on_two_workers(tmp_path: Path) -> None:
     method, data = method_of(FedAra, adapt_energy=0.9, momentum=0.5, **NARROW), make_data()
 
     def go(rounds: int, **more: Any) -> Simulation:
-        chosen = {"batch_size": 8, "dtype": "float64", "workers": 1, "participation": 0.8, "evaluate_every": 1} | more
+        chosen = {
+            "batch_size": 8,
+            "precision": "float64",
+            "workers": 1,
+            "participation": 0.8,
+            "evaluate_every": 1,
+        } | more
         out = chosen.pop("out", None)
         sim = Simulation(method, make_task(), data, rounds=rounds, seed=3, settings=Settings(**chosen), out=out)
         sim.run()
@@ -242,7 +248,7 @@ def test_flower_is_the_simulator_while_ranks_change(tmp_path: Path, monkeypatch:
     method = method_of(FedAra, adapt_energy=0.9, momentum=0.5, **NARROW)
     server, grid = deployed(method, tmp_path, rounds=5, epochs=1)
     result = server.run()
-    settings = Settings(evaluate_every=100, batch_size=8, dtype="float64", workers=1, mapping="loop", epochs=1)
+    settings = Settings(evaluate_every=100, batch_size=8, precision="float64", workers=1, mapping="loop", epochs=1)
     sim = Simulation(method, make_task(), make_data(clients=3), rounds=5, seed=5, settings=settings)
     expected = sim.run()
     assert_same_run(sim, expected, server, grid, result)

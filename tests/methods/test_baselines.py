@@ -295,7 +295,7 @@ def test_fedfomo_mixes_as_the_equations_say(mapping: str) -> None:
     chosen = method.chosen(server, torch.arange(7), 3)
     frozen = replace(method, lr=0.0)
     sim = Simulation(frozen, make_task(), make_data(), rounds=1, seed=5,
-                     settings=Settings(participation=1.0, workers=1, dtype="float64", mapping=mapping))  # fmt: skip
+                     settings=Settings(participation=1.0, workers=1, precision="float64", mapping=mapping))  # fmt: skip
     rows = tree.stack([before.record.row(i) for i in range(7)])
     down = frozen.download(server, torch.arange(7), None, 3)
     answer = sim.engine.update(None, 3, list(range(7)), rows, down.shared, down.own, {})

@@ -20,9 +20,9 @@ from conftest import assert_close, finished, make_task, method_of
 from fedspan import tree
 from fedspan.learn.task import Task
 from fedspan.method import ClientInfo, Federation
-from fedspan.methods import METHODS, FedAvg, FedLMT, FedSim, PFedPara, PflMfPaper, make
+from fedspan.methods import METHODS, FedAvg, FedLMT, FedSim, PFedPara, make
 from fedspan.methods.equivalences import LINES, Line, of
-from fedspan.methods.pfl_mf import PflMfAlgorithm1
+from fedspan.methods.pfl_mf import PflMfAlgorithm1, algorithm_1
 from fedspan.tree import Tree
 
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -71,7 +71,7 @@ def test_pfedpara_without_its_second_matrix_is_fedlmt(mapping: str) -> None:
 
             return client, Sent(self.weigh(visit), mean={"theta": theta})
 
-    first = method_of(Zero, rank=2, **STEPS).model(make_task(), None).init()
+    first = method_of(Zero, rank=2, private_head=False, **STEPS).model(make_task(), None).init()
 
     class Same(FedLMT):
         def rank_of(self, shape: torch.Size, rho: float) -> int:
@@ -83,7 +83,7 @@ def test_pfedpara_without_its_second_matrix_is_fedlmt(mapping: str) -> None:
                 parts[f] = {k: first[k[:-1] + old] for k in parts[f]}
             return {**parts, "theta": {k: first[k] for k in parts["theta"]}}
 
-    a = finished(method_of(Zero, rank=2, **STEPS), mapping=mapping)
+    a = finished(method_of(Zero, rank=2, private_head=False, **STEPS), mapping=mapping)
     b = finished(method_of(Same, layers="all", frobenius=False, **STEPS), mapping=mapping)
     mine, other = a.record.server["theta"], b.record.server
     for k, U in other["U"].items():
@@ -100,7 +100,7 @@ def test_one_literal_step_on_u_is_the_gradient_step(mapping: str) -> None:
     options = {"mapping": mapping, "batch_size": "full", "rounds": 2}
     paper = finished(PflMfAlgorithm1(**fields), **options)
     for step in ("literal", "plain"):
-        one = finished(method_of(PflMfPaper, u_update="train", u_steps=1, server_step=step, **fields), **options)
+        one = finished(algorithm_1(u_update="train", u_steps=1, server_step=step, **fields), **options)
         assert_close(one.record.server["U"], paper.record.server["U"])
     start = finished(PflMfAlgorithm1(**fields), rounds=0).record.server["U"]
     assert float((start - paper.record.server["U"]).abs().max()) > 1e-4

@@ -46,7 +46,7 @@ MAPPING = pytest.mark.parametrize("mapping", ["loop"])
 def run(
     method: Method, kind: str = "mlp", data: FederatedData | None = None, rounds: int = 3, **settings: Any
 ) -> Simulation:
-    chosen = {"participation": 1.0, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
+    chosen = {"participation": 1.0, "batch_size": 8, "epochs": 2, "workers": 1, "precision": "float64"} | settings
     data = data or make_data(kind)
     settled = Settings(**{"evaluate_every": 100, **chosen})
     sim = Simulation(method, make_task(kind), data, rounds=rounds, seed=5, settings=settled)
@@ -183,7 +183,7 @@ def test_from_a_head_of_zeros_the_names_of_classes_make_no_difference_to_bodies(
     data = make_data("mlp", opposed=False)
     task = Task(make_task("mlp").module, dtype=torch.float64, seed=5, zero_head=True)
     method = method_of(FactorizedFL, mu_start=start, tau=0.9, epsilon=5.0, likeness_of="change", **STEPS)
-    settings = Settings(participation=1.0, batch_size=8, epochs=2, workers=1, dtype="float64", evaluate_every=100)
+    settings = Settings(participation=1.0, batch_size=8, epochs=2, workers=1, precision="float64", evaluate_every=100)
     plain, other = (
         Simulation(method, task, d, rounds=3, seed=5, settings=settings) for d in (data, replace(data, relabel=PHI))
     )
@@ -254,7 +254,7 @@ def test_soft_thresholding_settles_where_the_penalised_loss_is_least(momentum: f
 
 
 def make_batches() -> Any:
-    sim = Simulation(Local(), make_task(), make_data(), rounds=0, settings=Settings(dtype="float64", workers=1))
+    sim = Simulation(Local(), make_task(), make_data(), rounds=0, settings=Settings(precision="float64", workers=1))
     return next(iter(sim.engine._visit(0, 1, Local().plan(), {})[0]["train"]))
 
 

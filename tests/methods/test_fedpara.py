@@ -30,7 +30,7 @@ STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.5}
 
 
 def run(method: Method, kind: str = "mlp", rounds: int = 3, **settings: Any) -> Simulation:
-    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
+    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "precision": "float64"} | settings
     settled = Settings(evaluate_every=100, **chosen)
     sim = Simulation(method, make_task(kind), make_data(kind), rounds=rounds, seed=5, settings=settled)
     sim.run()
@@ -99,7 +99,7 @@ class Zeros(Frozen, PFedPara):
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 @pytest.mark.parametrize(("cls", "low"), [(Ones, LowRankFedAvg), (Zeros, LowRankFedAvgPlus)])
 def test_with_a_constant_second_matrix_it_is_plain_low_rank_fedavg(cls: Any, low: Any, mapping: str) -> None:
-    a = run(method_of(cls, rank=2, **STEPS), mapping=mapping)
+    a = run(method_of(cls, rank=2, private_head=False, **STEPS), mapping=mapping)
     b = run(method_of(low, **STEPS), mapping=mapping)
     mine = a.record.server["theta"]
     assert_close({k: mine[k] for k in b.record.server["theta"]}, b.record.server["theta"])
@@ -119,15 +119,15 @@ def test_fedpara_is_fedavg_of_the_converted_model(kind: str) -> None:
 
 
 def test_pfedpara_keeps_its_second_factors_and_sends_the_first() -> None:
-    sim = run(method_of(PFedPara, **STEPS), "cnn", participation=1.0)
+    sim = run(method_of(PFedPara, private_head=False, **STEPS), "cnn", participation=1.0)
     task = sim.engine.model(None)
     shared, kept = sim.record.server["theta"], sim.record.row(0)["h"]
     assert {k[-2:] for k in kept} == {"X2", "Y2", "T2"}
     assert not set(shared) & set(kept) and set(shared) | set(kept) == set(task.names)
     assert not torch.equal(kept["hidden.X2"], sim.record.row(1)["h"]["hidden.X2"])
     assert_same(run(PFedPara(), "cnn", rounds=0).record.row(0), run(PFedPara(), "cnn", rounds=0).record.row(1))
-    whole = run(method_of(FedPara, **STEPS), "cnn", rounds=1, participation=1.0).record.progress.totals["up"]
-    half = run(method_of(PFedPara, **STEPS), "cnn", rounds=1, participation=1.0).record.progress.totals["up"]
+    both = (method_of(FedPara, **STEPS), method_of(PFedPara, private_head=False, **STEPS))
+    whole, half = (run(m, "cnn", rounds=1, participation=1.0).record.progress.totals["up"] for m in both)
     plain = sum(p.numel() for k, p in shared.items() if k[-2:] not in ("X1", "Y1", "T1")) * 8 * 7
     assert 2 * (half - plain) == whole - plain
     assert set(PFedPara(private_head=True).private(task)) == set(kept) | set(task.head)

@@ -50,7 +50,7 @@ from fedspan.methods import (
     PflMfJoint,
     PflMfPaper,
 )
-from fedspan.methods.pfl_mf import PflMfAlgorithm1
+from fedspan.methods.pfl_mf import ALGORITHM_1, PflMfAlgorithm1, algorithm_1
 from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
@@ -62,7 +62,7 @@ MAPPING = pytest.mark.parametrize("mapping", ["loop"])
 
 def run(method: Method, data: FederatedData | None = None, rounds: int = 3, **settings: Any) -> Simulation:
     """A finished run on seven ragged clients, four of them in each round."""
-    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "dtype": "float64"} | settings
+    chosen = {"participation": 0.6, "batch_size": 8, "epochs": 2, "workers": 1, "precision": "float64"} | settings
     sim = Simulation(
         method, make_task(), data or make_data(), rounds=rounds, seed=5, settings=Settings(evaluate_every=100, **chosen)
     )
@@ -291,7 +291,7 @@ def test_fedavg_that_is_not_fitted_is_fedavg_bit_for_bit(control: type[Method], 
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 def test_fine_tuning_is_one_more_local_round(mapping: str) -> None:
     """The predictor is what FedAvg's client would send if it trained once more on the same minibatches."""
-    sim = run(method_of(FedAvgFineTuned, **STEPS), mapping=mapping)
+    sim = run(method_of(FedAvgFineTuned, finetune_epochs=None, **STEPS), mapping=mapping)
     plain = run(method_of(FedAvg, **STEPS), mapping="loop")
     assert_close(sim.record.server, plain.record.server)
     found = models(sim)
@@ -372,7 +372,7 @@ def starting(base: type[Method], U: Callable[[Task], Tensor], v: Start, **fields
         def init_client(self, task: Task, who: ClientInfo) -> Tree:
             return {"v": v(task, who.id), "stats": {}}
 
-    usual = {"v_scale": "1", "v_steps": 5} if base is PflMfPaper else {}
+    usual = ALGORITHM_1 | {"v_scale": "1", "v_steps": 5} if base is PflMfPaper else {}
     method: Method = method_of(Started, **(usual | fields))
     return method
 
@@ -390,10 +390,10 @@ def columns(task: Task, count: int, names: list[str] | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
-@pytest.mark.parametrize("fields", [{}, {"rank": 3, "v_steps": 4, "lr": 0.3, "weighting": "samples"}])
-def test_pfl_mf_paper_without_options_is_algorithm_1_bit_for_bit(mapping: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{"lr": 0.1}, {"rank": 3, "v_steps": 4, "lr": 0.3, "weighting": "samples"}])
+def test_pfl_mf_paper_as_printed_is_algorithm_1_bit_for_bit(mapping: str, fields: dict[str, Any]) -> None:
     """The file to be read beside the paper, and what `pfl-mf-paper` runs, are one method."""
-    a, b = (run(method_of(form, **fields), mapping=mapping) for form in (PflMfAlgorithm1, PflMfPaper))
+    a, b = (run(method, mapping=mapping) for method in (PflMfAlgorithm1(**fields), algorithm_1(**fields)))
     assert_same(a.record.server["U"], b.record.server["U"])
     assert_same(models(a), models(b))
     assert a.record.progress.totals["up"] == b.record.progress.totals["up"]
@@ -431,9 +431,13 @@ def test_a_form_of_pfl_mf_refuses_keys_of_another_by_name(form: type[Method], ke
         (PflMf, {"v_steps": -1}, "v_steps must be an integer >= 0. Got -1"),
         (PflMf, {"private_head": True}, "private_head and adamw do not go with a shared subspace"),
         (PflMfPaper, {"rank": "auto"}, "rank must be an integer"),
-        (PflMfPaper, {"server_step": "literal"}, "u_update must be 'train' with u_steps or server_step='literal'"),
-        (PflMfPaper, {"momentum": 0.9}, "momentum and weight_decay must be 0, as G_i is a gradient. Got momentum 0.9,"),
-        (PflMfPaper, {"u_steps": 2}, "u_update must be 'train' with u_steps or server_step='literal'"),
+        (
+            PflMfPaper,
+            ALGORITHM_1 | {"server_step": "literal"},
+            "u_update must be 'train' with u_steps or server_step='literal'",
+        ),
+        (PflMfPaper, ALGORITHM_1 | {"momentum": 0.9}, "momentum and weight_decay must be 0, as G_i is a gradient. Got"),
+        (PflMfPaper, ALGORITHM_1 | {"u_steps": 2}, "u_update must be 'train' with u_steps or server_step='literal'"),
         (PflMfPaper, {"server_optimizer": "adam"}, "server_optimizer must be 'none', as the server takes gradient"),
         (PflMfJoint, {"optimizer": "adamw"}, "private_head and adamw do not go with a shared subspace"),
     ],
@@ -529,7 +533,7 @@ def test_pfl_mf_does_not_see_an_orthogonal_change_of_gauge(g_at: Any, wire: Any)
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_pfl_mf_models_have_at_most_rank_r(rank: int) -> None:
     for rounds in (0, 1, 3):
-        theta = torch.stack([tree.ravel(m) for m in models(run(PflMfPaper(rank=rank), rounds=rounds)).values()], 1)
+        theta = torch.stack([tree.ravel(m) for m in models(run(algorithm_1(rank=rank), rounds=rounds)).values()], 1)
         s = torch.linalg.svdvals(theta)
         assert float(s[rank]) <= 1e-12 * float(s[0])
         assert float(s[rank - 1]) > 1e-3 * float(s[0])
@@ -538,7 +542,7 @@ def test_pfl_mf_models_have_at_most_rank_r(rank: int) -> None:
 @MAPPING
 @pytest.mark.parametrize("g_at", ["old", "new"])
 def test_pfl_mf_rank_one_wire_is_the_full_wire(mapping: str, g_at: Any) -> None:
-    a, b = (run(PflMfPaper(rank=3, wire=w, g_at=g_at), mapping=mapping) for w in ("rank-one", "full"))
+    a, b = (run(algorithm_1(rank=3, wire=w, g_at=g_at), mapping=mapping) for w in ("rank-one", "full"))
     assert_close(models(a), models(b))
     d = len(tree.ravel(make_task().init()))
     assert a.record.progress.totals["up"] == 3 * 4 * 8 * (d + 3)
@@ -549,7 +553,7 @@ def test_pfl_mf_rank_one_wire_is_the_full_wire(mapping: str, g_at: Any) -> None:
 @pytest.mark.parametrize("g_at", ["old", "new"])
 @pytest.mark.parametrize("scale", ["1", "1/n"])
 def test_pfl_mf_steps_are_the_gradients_of_psi(mapping: str, g_at: Any, scale: Any) -> None:
-    method = PflMfPaper(rank=3, lr=0.5, lr_v=0.7, v_steps=1, g_at=g_at, v_scale=scale)
+    method = algorithm_1(rank=3, lr=0.5, lr_v=0.7, v_steps=1, g_at=g_at, v_scale=scale)
     start = run(method, rounds=0)
     sim = run(method, rounds=1, participation=1.0, batch_size="full", mapping=mapping)
     task, n = make_task(), 7
@@ -568,8 +572,8 @@ def test_pfl_mf_steps_are_the_gradients_of_psi(mapping: str, g_at: Any, scale: A
 
 
 def test_pfl_mf_v_scale_divides_the_step_by_all_clients_not_by_those_sampled() -> None:
-    a = run(PflMfPaper(rank=2, lr=0.0, lr_v=0.3, v_scale="1"))
-    b = run(PflMfPaper(rank=2, lr=0.0, lr_v=0.3 * 7, v_scale="1/n"))
+    a = run(algorithm_1(rank=2, lr=0.0, lr_v=0.3, v_scale="1"))
+    b = run(algorithm_1(rank=2, lr=0.0, lr_v=0.3 * 7, v_scale="1/n"))
     assert_close(models(a), models(b))
 
 

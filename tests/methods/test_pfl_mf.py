@@ -15,7 +15,7 @@ from fedspan.learn.task import Task
 from fedspan.method import Federation, Method
 from fedspan.method.fields import keys_of
 from fedspan.methods import FedAvg, PflMf, PflMfJoint, PflMfPaper
-from fedspan.methods.pfl_mf import PflMfAlgorithm1
+from fedspan.methods.pfl_mf import PflMfAlgorithm1, algorithm_1
 from fedspan.simulation.settings import Settings, sample
 from fedspan.tree import Tree
 
@@ -35,7 +35,7 @@ def mean(trained: list[tuple[int, Tree]]) -> Tree:
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_the_joint_form_is_fedper_on_u_and_v_as_the_public_code_runs_it(mapping: str, kind: str) -> None:
     """Every parameter is averaged, v included; a client has its own v from its first visit on, before that the mean."""
-    method, task, data = PflMfJoint(rank=RANK, lr=LR), make_task(kind), make_data(kind)
+    method, task, data = PflMfJoint(rank=RANK, lr=LR, start="published"), make_task(kind), make_data(kind)
     sim = finished(method, kind, mapping=mapping, **OPTIONS)
     names = method.factorised(task)
     like = tree.select(task.init(), names)
@@ -68,10 +68,10 @@ def test_the_joint_form_is_fedper_on_u_and_v_as_the_public_code_runs_it(mapping:
 
 
 def test_a_client_that_was_never_sampled_has_the_mean_v() -> None:
-    sim = finished(PflMfJoint(rank=RANK, lr=LR), **{**OPTIONS, "rounds": 1})
+    sim = finished(PflMfJoint(rank=RANK, lr=LR, start="published"), **{**OPTIONS, "rounds": 1})
     chosen = {int(i) for i in sample(7, Settings(participation=0.6), 5, 1)}
     server, like = sim.record.server, make_task().init()
-    first = finished(PflMfJoint(rank=RANK, lr=LR), rounds=0).record.server["v"]
+    first = finished(PflMfJoint(rank=RANK, lr=LR, start="published"), rounds=0).record.server["v"]
     assert float((server["v"] - first).abs().max()) > 1e-3  # the mean has moved
     for i in range(7):
         row = sim.record.row(i)
@@ -81,7 +81,7 @@ def test_a_client_that_was_never_sampled_has_the_mean_v() -> None:
 
 
 def test_all_clients_of_the_joint_form_start_from_one_v_and_u_within_its_bounds() -> None:
-    sim = finished(PflMfJoint(rank=3), rounds=0)
+    sim = finished(PflMfJoint(rank=3, start="published"), rounds=0)
     server = sim.record.server
     for i in range(7):
         assert_same(sim.record.row(i)["v"], server["v"])
@@ -127,11 +127,11 @@ def test_v_starts_from_one_unit_vector_or_from_one_of_each_clients_own(form: typ
 
 def test_from_one_v_algorithm_1_is_one_model_for_all_until_a_v_has_moved() -> None:
     """With v frozen, one common v of length 1 makes a round FedSGD on θ = U v: only data can separate the clients."""
-    common = finished(PflMfPaper(rank=3, start="common", v_steps=0, lr=0.3), batch_size="full", epochs=1)
+    common = finished(algorithm_1(rank=3, start="common", v_steps=0, lr=0.3), batch_size="full", epochs=1)
     all_models = [common.personal(i)[1] for i in range(7)]
     for model in all_models[1:]:
         assert_same(model, all_models[0])
-    theta = finished(PflMfPaper(rank=3, start="common"), rounds=0).personal(0)[1]
+    theta = finished(algorithm_1(rank=3, start="common"), rounds=0).personal(0)[1]
 
     class Begun(FedAvg):
         def init_server(self, task: Task, federation: Federation) -> Tree:
@@ -140,5 +140,5 @@ def test_from_one_v_algorithm_1_is_one_model_for_all_until_a_v_has_moved() -> No
     sgd = finished(Begun(lr=0.3, weighting="uniform"), batch_size="full", epochs=1)
     assert_close(all_models[0], sgd.record.server["theta"])
     assert float((tree.ravel(all_models[0]) - tree.ravel(theta)).abs().max()) > 1e-3
-    moved = finished(PflMfPaper(rank=3, start="common", v_steps=1, v_scale="1", lr=0.3))
+    moved = finished(algorithm_1(rank=3, start="common", v_steps=1, v_scale="1", lr=0.3))
     assert len({tree.digest(moved.personal(i)[1]) for i in range(7)}) > 1

@@ -51,7 +51,7 @@ def planted(clients: int = 12, d: int = 10, r: int = 2, n: int = 60) -> tuple[Ta
 
 def test_amht_lrs_finds_a_subspace_and_sparse_parts_again() -> None:
     task, data, theta = planted(clients=30, d=12)
-    settings = Settings(workers=1, dtype="float64", evaluate_every=99)
+    settings = Settings(workers=1, precision="float64", evaluate_every=99)
     method = AmhtLrs(rank=2, sparsity=2, threshold=1.0, shrink=0.8, b_steps=10, w_steps=1, ridge=1e-12)
     sim = Simulation(method, task, data, rounds=25, seed=5, settings=settings)
     sim.run()
@@ -78,7 +78,7 @@ def test_amht_lrs_solves_least_squares_for_w_and_u() -> None:
 
     sim = Simulation(
         Sees(**{k: getattr(method, k) for k in ("rank", "sparsity", "w_steps", "ridge", "u_update")}),
-        task, data, rounds=1, seed=5, settings=Settings(workers=1, dtype="float64"),
+        task, data, rounds=1, seed=5, settings=Settings(workers=1, precision="float64"),
     )  # fmt: skip
     sim.run()
     U = method.init_server(task, Federation(3, 5))["U"]
@@ -110,7 +110,7 @@ def test_amht_lrs_classifies_with_a_sparse_part_of_its_own() -> None:
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_lr_bpfl_with_frozen_masks_of_one_is_fedavg(kind: str) -> None:
-    method = method_of(LrBpfl, rank=3, members=0, start_spread=0.0, personal_epochs=0, **STEPS)
+    method = method_of(LrBpfl, rank=3, members=0, start_spread=0.0, personal_epochs=0, private_head=False, **STEPS)
     a, b = finished(method, kind, rounds=2), finished(method_of(FedAvg, **STEPS), kind, rounds=2)
     assert_close(a.record.server, b.record.server)
     assert_close(a.personal(1)[1], b.personal(1)[1])
@@ -202,7 +202,7 @@ def test_waffle_with_all_factors_in_use_is_fedavg_of_the_factorised_network() ->
 
             return client, Sent(self.weigh(visit), mean={"theta": theta})
 
-    a = finished(method_of(Sure, temperature=0.0, **STEPS), rounds=2)
+    a = finished(method_of(Sure, temperature=0.0, private_head=False, **STEPS), rounds=2)
     b = finished(method_of(Plain, **STEPS), rounds=2)
     assert_close(a.record.server["theta"], b.record.server["theta"])
     names = structured(a.engine.model(None).module)

@@ -37,7 +37,7 @@ State = dict[str, Tensor]
 
 def run(method: Method, task: Task, data: FederatedData, mapping: str) -> Simulation:
     settings = Settings(
-        participation=0.6, batch_size=SIZE, epochs=EPOCHS, dtype="float64", mapping=mapping, workers=1, chunk=2
+        participation=0.6, batch_size=SIZE, epochs=EPOCHS, precision="float64", mapping=mapping, workers=1, chunk=2
     )
     sim = Simulation(method, task, data, rounds=ROUNDS, seed=SEED, settings=settings)
     sim.run()

@@ -37,7 +37,7 @@ for _page in sorted((PLACE / "pages").glob("*.py")):
 def simulation(name: str, fields: dict[str, Any]) -> Simulation:
     """The run of fedspan, before its first round."""
     settings = Settings(
-        participation=0.6, batch_size=SIZE, epochs=EPOCHS, workers=1, dtype="float64", evaluate_every=100
+        participation=0.6, batch_size=SIZE, epochs=EPOCHS, workers=1, precision="float64", evaluate_every=100
     )
     method = build(METHODS[name], fields, name)
     return Simulation(method, *world(), rounds=ROUNDS, seed=SEED, settings=settings)

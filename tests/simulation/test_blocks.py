@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,16 @@ from torch.func import vmap
 
 from conftest import assert_same, make_data, make_task, method_of
 from fedspan import randomness
-from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
 from fedspan.learn.folded import has_folded_form
 from fedspan.learn.task import Task
-from fedspan.method import Method, Sharing
+from fedspan.method import Method
 from fedspan.method.fields import build
 from fedspan.methods import FedAvg, FedRep, PflMf, name_of
 from fedspan.randomness import fold, generator, key, normal, number, torch_seed, uniform
 from fedspan.simulation import evaluation
 from fedspan.simulation.engine import choose_mapping, chunk_size
 from fedspan.simulation.identity import of_settings
-from fedspan.simulation.local_transport import LocalTransport
 from fedspan.simulation.settings import Settings, dropped, sample
 from fedspan.simulation.simulator import Simulation
 
@@ -246,35 +243,6 @@ def test_good_settings_at_their_limits() -> None:
     assert of_settings(Settings(chunk=3)) != of_settings(Settings()) != of_settings(Settings(mapping="loop"))
 
 
-def test_one_model_on_one_test_set_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = make_data()
-    common = replace(apart, test=[apart.test[3]] * 7)
-    used: list[int] = []
-
-    def counted(self: FedAvg, *args: Any) -> Any:
-        used.append(1)
-        return Sharing.personal(self, *args)
-
-    monkeypatch.setattr(FedAvg, "personal", counted)
-
-    def evaluated(data: FederatedData, alike: bool, **fields: Any) -> tuple[int, Any]:
-        settings = Settings(batch_size=8, workers=1, mapping="loop", dtype="float64", evaluate_every=2)
-        with monkeypatch.context() as m:
-            if not alike:
-                m.setattr(LocalTransport, "_one_for_all", lambda *_: False)
-            used.clear()
-            result = Simulation(
-                method_of(FedAvg, lr=0.1, **fields), make_task(), data, rounds=2, seed=1, settings=settings
-            ).run()
-        return len(used), result.per_client
-
-    once, each = evaluated(common, True), evaluated(common, False)
-    assert (once[0], each[0]) == (1, 7) and once[1] == each[1]
-    renamed = replace(common, relabel=torch.arange(3).expand(7, 3).clone())
-    for data, fields in ((apart, {}), (renamed, {}), (common, {"private_head": True})):
-        assert evaluated(data, True, **fields)[0] == 7
-
-
 @pytest.mark.parametrize("rounds", [-1, 1.5, True, "3"])
 def test_bad_rounds_are_refused(rounds: Any) -> None:
     with pytest.raises(ConfigError, match="Simulation: rounds must be an integer >= 0"):
@@ -335,7 +303,7 @@ def test_dropped_is_a_keyed_part_of_the_sampled() -> None:
 
 
 def run(method: Method, rounds: int = 3, seed: int = 1, **settings: Any) -> Simulation:
-    chosen = {"batch_size": 8, "participation": 0.5, "workers": 1, "dtype": "float64"} | settings
+    chosen = {"batch_size": 8, "participation": 0.5, "workers": 1, "precision": "float64"} | settings
     sim = Simulation(method, make_task(), make_data(), rounds=rounds, seed=seed, settings=Settings(**chosen))
     sim.result = sim.run()  # type: ignore[attr-defined]
     return sim
@@ -357,10 +325,10 @@ def test_an_empty_bernoulli_round_is_skipped_and_recorded() -> None:
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 def test_the_same_seed_twice_gives_the_same_digest(method: Method, mapping: str) -> None:
     torch.manual_seed(1)
-    a = run(method, mapping=mapping, dtype="float64")
+    a = run(method, mapping=mapping, precision="float64")
     torch.manual_seed(2)
     np.random.seed(3)
-    b = run(method, mapping=mapping, dtype="float64")
+    b = run(method, mapping=mapping, precision="float64")
     assert a.result.digest == b.result.digest == a.record.digest()  # type: ignore[attr-defined]
     assert a.result.per_client == b.result.per_client  # type: ignore[attr-defined]
     assert run(method, mapping=mapping, seed=2).record.digest() != a.record.digest()

@@ -48,7 +48,7 @@ def method_named(name: str) -> Method:
 
 def simulation(method: Method, guard: Defence | None = TIGHT, rounds: int = 3, **chosen: Any) -> Simulation:
     out = chosen.pop("out", None)
-    values = {"batch_size": 8, "epochs": 2, "dtype": "float64", "evaluate_every": 100, "workers": 1} | chosen
+    values = {"batch_size": 8, "epochs": 2, "precision": "float64", "evaluate_every": 100, "workers": 1} | chosen
     task, data = make_task(), make_data(clients=5)
     return Simulation(method, task, data, rounds=rounds, seed=5, settings=Settings(**values), out=out, defence=guard)
 

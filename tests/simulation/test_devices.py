@@ -24,7 +24,7 @@ from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
 from fedspan.studies import targets
 
-TRAIN = Settings(batch_size=4, epochs=2, workers=1, dtype="float64", evaluate_every=1)
+TRAIN = Settings(batch_size=4, epochs=2, workers=1, precision="float64", evaluate_every=1)
 LAYERS = ((5, 40), (40, 40), (40, 3))
 
 

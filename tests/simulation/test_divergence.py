@@ -39,7 +39,7 @@ def fields(name: str, lr: float) -> dict[str, Any]:
 
 def simulation(method: Method, out: Path | None = None, rounds: int = 12, seed: int = 3, **settings: Any) -> Simulation:
     chosen = {"workers": 1, "batch_size": 8, "epochs": 2, "evaluate_every": 4, "checkpoint_seconds": 0.0, **settings}
-    task = Task(make_task().module, dtype=torch.float32 if settings.get("dtype") != "float64" else torch.float64)
+    task = Task(make_task().module, dtype=torch.float32 if settings.get("precision") != "float64" else torch.float64)
     s = Settings(**chosen)
     return Simulation(method, task, make_data(seed=seed), rounds=rounds, seed=seed, settings=s, out=out)
 
@@ -291,6 +291,8 @@ def test_a_matrix_that_cannot_be_decomposed_is_divergence(monkeypatch: pytest.Mo
         return server
 
     monkeypatch.setattr(METHODS["fedavg"], "server_update", decompose)
-    sim = Simulation(make("fedavg"), make_task(), make_data(), rounds=1, settings=Settings(workers=1, dtype="float64"))
+    sim = Simulation(
+        make("fedavg"), make_task(), make_data(), rounds=1, settings=Settings(workers=1, precision="float64")
+    )
     with pytest.raises(Divergence, match="cannot decompose what it received in round 1; use a smaller lr"):
         sim.run()

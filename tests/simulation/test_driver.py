@@ -114,7 +114,7 @@ class Driver(RoundDriver):
 def driver(
     method: Method, rounds: int = 3, *, repeats: bool = True, enough: bool = True, out: Path | None = None, **more: Any
 ) -> tuple[Driver, Notebook]:
-    settings = Settings(**{"dtype": "float64", "evaluate_every": 2} | more)
+    settings = Settings(**{"precision": "float64", "evaluate_every": 2} | more)
     engine = Engine(method, make_task(), make_data(), 0, 8, 1, "loop")
     federation = Federation(7, 0, (None,) * 7)
     record = Record(engine, federation, settings, config={}, out=out, fresh=False, clients=False)

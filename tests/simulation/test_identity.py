@@ -31,7 +31,7 @@ OTHER: dict[str, Any] = {
     "drop_rate": 0.1,
     "drop": "before",
     "on_divergence": "halve",
-    "dtype": "float64",
+    "precision": "float64",
     "mapping": "loop",
     "chunk": 2,
     "workers": 1,
@@ -80,7 +80,7 @@ def test_a_run_is_told_apart_by_dotted_keys() -> None:
 
 def test_a_run_of_an_older_layout_is_refused_and_can_be_started_anew(tmp_path: Path) -> None:
     def simulation(**more: Any) -> Simulation:
-        settings = Settings(dtype="float64", workers=1)
+        settings = Settings(precision="float64", workers=1)
         return Simulation(FedAvg(), make_task(), make_data(), rounds=1, settings=settings, out=tmp_path, **more)
 
     simulation().run()

@@ -37,7 +37,7 @@ class Odd(nn.Module):
 
 
 def simulation(how: str, mapping: Any) -> Simulation:
-    settings = Settings(dtype="float64", batch_size=4, workers=1, mapping=mapping)
+    settings = Settings(precision="float64", batch_size=4, workers=1, mapping=mapping)
     return Simulation(FedAvg(), Task(Odd(how), dtype=torch.float64), make_data(), rounds=1, settings=settings)
 
 
@@ -59,7 +59,7 @@ def test_what_vmap_cannot_take_runs_in_the_loop_with_a_note(how: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mlp", "dropout", "cnn"])
 def test_what_vmap_can_take_stays_mapped_in_silence(kind: str) -> None:
-    settings = Settings(dtype="float64", workers=1)
+    settings = Settings(precision="float64", workers=1)
     sim = Simulation(FedAvg(), make_task(kind), make_data(kind), rounds=1, settings=settings)
     assert sim.mapping == ("vmap" if kind == "cnn" else "folded") and sim.messages == []
     data = make_data(kind)

@@ -218,7 +218,7 @@ def test_moved_gauges_batch_norm_and_regression() -> None:
         kind = "cnn" if fields else "batchnorm"
         rest, held = hold_out(data, [6])
         method = make("pfl-mf", rank=2, **fields)
-        result = simulate(method, make_model(kind), rest, rounds=3, workers=1, dtype="float64")
+        result = simulate(method, make_model(kind), rest, rounds=3, workers=1, precision="float64")
         new = onboard(result, *held[0])
         assert new.accuracy is not None and all(torch.isfinite(t).all() for t in new.weights.values())
         if fields:

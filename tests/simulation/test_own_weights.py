@@ -70,7 +70,7 @@ class ClassMeans(Method, Coded, Lifts):
 
 
 def simulated(method: Method, **settings: Any) -> Simulation:
-    chosen = {"dtype": "float64", "workers": 1, "participation": 0.6, "evaluate_every": 100} | settings
+    chosen = {"precision": "float64", "workers": 1, "participation": 0.6, "evaluate_every": 100} | settings
     sim = Simulation(method, make_task(), make_data(), rounds=2, seed=5, settings=Settings(**chosen))
     sim.run()
     return sim
@@ -112,7 +112,7 @@ def test_all_mappings_agree(settings: dict[str, Any]) -> None:
 def test_the_grid_agrees_and_counts_the_same_bytes(tmp_path: Path) -> None:
     server, grid = deployed(ClassMeans(), tmp_path, rounds=2)
     result = server.run()
-    settings = Settings(dtype="float64", mapping="loop", workers=1, batch_size=8, epochs=2, evaluate_every=100)
+    settings = Settings(precision="float64", mapping="loop", workers=1, batch_size=8, epochs=2, evaluate_every=100)
     sim = Simulation(ClassMeans(), make_task(), make_data(clients=3), rounds=2, seed=5, settings=settings)
     wanted = sim.run()
     assert not server.transport.refusals

@@ -39,7 +39,7 @@ def two_classes(clients: int = 6) -> FederatedData:
 
 
 def run(method: Method, rounds: int = 3, evaluate: Any = ALL, out: Path | None = None, **more: Any) -> Any:
-    chosen: dict[str, Any] = {"participation": 0.5, "batch_size": 8, "epochs": 2, "dtype": "float64", "workers": 1}
+    chosen: dict[str, Any] = {"participation": 0.5, "batch_size": 8, "epochs": 2, "precision": "float64", "workers": 1}
     settings = Settings(**chosen | {"evaluate_every": 2, "checkpoint_seconds": 0.0} | more)
     data, task = two_classes(), make_task()
     sim = Simulation(method, task, data, rounds=rounds, seed=5, settings=settings, evaluate=evaluate, out=out)
@@ -230,7 +230,7 @@ def test_bad_settings_are_refused() -> None:
             make_data(),
             rounds=1,
             evaluate={"metrics": ["f1"]},
-            settings=Settings(dtype="float64"),
+            settings=Settings(precision="float64"),
         )
     assert JudgedModel("trained", "prototype").suffix == "_after_by_prototype"
 

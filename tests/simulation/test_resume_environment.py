@@ -28,7 +28,7 @@ NOW = {"fedspan": "0.1.0", "python": "3.12.1", "torch": "2.7.0", "numpy": "2.0.0
 
 
 def play(out: Path, rounds: int, data: FederatedData | None = None) -> Result:
-    settings = Settings(dtype="float64", workers=1, checkpoint_seconds=0.0)
+    settings = Settings(precision="float64", workers=1, checkpoint_seconds=0.0)
     data = make_data() if data is None else data
     return Simulation(FedAvg(), make_task(), data, rounds=rounds, settings=settings, out=out).run()
 
@@ -79,7 +79,13 @@ def test_looking_at_a_run_elsewhere_changes_nothing(tmp_path: Path, elsewhere: A
     play(tmp_path, 2)
     elsewhere(torch="99.0.0")
     looked = Simulation(
-        FedAvg(), make_task(), make_data(), rounds=2, out=tmp_path, read_only=True, settings=Settings(dtype="float64")
+        FedAvg(),
+        make_task(),
+        make_data(),
+        rounds=2,
+        out=tmp_path,
+        read_only=True,
+        settings=Settings(precision="float64"),
     )
     assert not [m for m in looked.messages if "environment" in m]
     assert [s["versions"]["torch"] for s in play(tmp_path, 2).spans] == [torch.__version__]  # no round was added

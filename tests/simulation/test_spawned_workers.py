@@ -27,6 +27,7 @@ from fedspan.simulation import spawned_workers
 from fedspan.simulation.spawned_workers import HELLO, LARGE, SpawnedPool, _mapped, _Pickler, _welcome
 from fedspan.simulation.workers import PATIENCE, InProcess, Job, Meta, Pool, WorkerError, can_fork, executor_of, forks
 from fedspan.tree import Tree
+from fedspan.wire.job_channel import Broadcasts
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as what a script defines; workers need no tests
 
@@ -195,9 +196,9 @@ def test_strangers_are_sent_away() -> None:
             with socket.create_connection(door.getsockname()) as stranger:
                 stranger.sendall(said)
                 stranger.shutdown(socket.SHUT_WR)
-                assert _welcome(door, {b"z" * HELLO: None}) is None  # type: ignore[dict-item]
+                assert _welcome(door, {b"z" * HELLO: None}, Broadcasts(None)) is None  # type: ignore[dict-item]
                 assert stranger.recv(1) == b""
-        assert _welcome(door, {}) is None
+        assert _welcome(door, {}, Broadcasts(None)) is None
 
 
 # ------------------------------------------------------------------------------------------- which kind

@@ -86,7 +86,7 @@ METRIC = {
 
 
 def finished(kind: str, method: str = "fedper", evaluate: Any = None, **settings: Any) -> Simulation:
-    chosen = {"batch_size": 8, "epochs": 2, "dtype": "float64", "evaluate_every": 100, "workers": 1} | settings
+    chosen = {"batch_size": 8, "epochs": 2, "precision": "float64", "evaluate_every": 100, "workers": 1} | settings
     judged = EvaluationSettings(metrics=METRIC[kind]) if evaluate is None else evaluate
     fields: dict[str, Any] = {"fedper": {"private_head": False}, "pfl-mf": {"rank": 2}}.get(method, {})
     one = make(method, lr=0.05, **fields)

@@ -136,7 +136,7 @@ def test_a_method_that_does_not_begin_in_the_rounds_of_the_run_is_said(
 
 def test_what_is_said_not_to_have_begun_is_fedavg_until_then() -> None:
     """The round that a method names is the one in which its state first differs."""
-    settings: dict[str, Any] = {"dtype": "float64", "workers": 1, "batch_size": 8}
+    settings: dict[str, Any] = {"precision": "float64", "workers": 1, "batch_size": 8}
 
     def losses(method: Method, rounds: int) -> list[float | None]:
         return simulate(method, make_task(), make_data(), rounds=rounds, **settings).per_client["loss"]
@@ -191,7 +191,7 @@ def table(scale: float) -> FederatedData:
 def test_a_loss_that_explodes_and_stays_finite_is_said_once_and_kept_on_resume(tmp_path: Path) -> None:
     def run(scale: float, rounds: int, out: Path | None = None) -> list[str]:
         task = Task(nn.Linear(4, 1), "regression", dtype=torch.float64, seed=0)
-        settings = {"dtype": "float64", "workers": 1, "evaluate_every": 1, "batch_size": "full", "epochs": 1}
+        settings = {"precision": "float64", "workers": 1, "evaluate_every": 1, "batch_size": "full", "epochs": 1}
         return simulate(make("local", lr=0.1), task, table(scale), rounds=rounds, out=out, **settings).messages
 
     said = run(6.0, 9, tmp_path / "run")

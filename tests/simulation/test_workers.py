@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,10 +17,24 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from conftest import assert_same
+from fedspan import FederatedData, simulate
 from fedspan.errors import ConfigError, FedspanError, Refused
-from fedspan.simulation.workers import Job, Meta, Pool, WorkerDied, WorkerError, can_fork, executor_of
+from fedspan.methods import Ditto
+from fedspan.simulation.workers import (
+    JOBS_AHEAD,
+    RESULTS_AHEAD,
+    Job,
+    Meta,
+    Pool,
+    WorkerDied,
+    WorkerError,
+    can_fork,
+    executor_of,
+)
+from fedspan.storage import row_table
 from fedspan.tree import Outer, Tree
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are forked on Linux only; others: test_spawned_workers")
@@ -73,6 +88,38 @@ def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
         assert (pids == {HERE}) == (workers == 1) and len(pids) <= workers
         if workers > 1:
             assert HERE not in pids and {m["threads"] for m, _ in results} == {1}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_jobs_are_made_when_they_are_about_to_be_done(workers: int) -> None:
+    made, ahead, alive = list[weakref.ref[Job]](), [], []
+
+    def jobs() -> Iterator[Job]:
+        for k in range(40):
+            one = job(k, sleep=0.03 if k == 0 else 0.0)  # the first one holds up the results of all others
+            made.append(weakref.ref(one))
+            alive.append(sum(r() is not None for r in made))
+            yield one
+            del one
+
+    with closing(executor_of(handle, workers)) as pool:
+        for k, (meta, _) in enumerate(pool.run(jobs())):
+            assert meta["k"] == k
+            ahead.append(len(made) - k)
+    assert len(ahead) == 40 and max(ahead) <= (1 if workers == 1 else RESULTS_AHEAD * workers + 1)
+    assert max(alive) <= (2 if workers == 1 else JOBS_AHEAD * workers + 1)  # one that was just given may linger
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_where_jobs_are_made_is_raised_and_the_next_run_is_right(workers: int) -> None:
+    def jobs() -> Iterator[Job]:
+        yield from (job(k) for k in range(5))
+        raise ConfigError("the rows of client 5 cannot be read")
+
+    with closing(executor_of(handle, workers)) as pool:
+        with pytest.raises(ConfigError, match="client 5"):
+            list(pool.run(jobs()))
+        assert [m["k"] for m, _ in pool.run(job(k) for k in (10, 11, 12))] == [10, 11, 12]
 
 
 def test_one_job_needs_no_worker() -> None:
@@ -204,6 +251,62 @@ def test_close_ends_the_workers_even_when_they_are_busy_and_a_closed_pool_starts
     assert [m["k"] for m, _ in pool.run([job(k) for k in range(3)])] == [0, 1, 2]
     pool.close()
     assert not psutil.Process().children()
+
+
+def leftovers() -> set[str]:
+    """Names in the folder of named shared memory."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.mark.slow
+def test_rows_in_place_and_rows_that_travel_give_the_same_bits_for_any_number_of_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = leftovers()
+    draw = torch.Generator().manual_seed(3)
+    clients = [(torch.randn(8 + i, 6, generator=draw), torch.arange(8 + i) % 3) for i in range(7)]
+
+    def digest(workers: int) -> str:
+        net = nn.Linear(6, 3)
+        nn.init.constant_(net.weight, 0.1)
+        how: dict[str, Any] = {"batch_size": 8, "chunk": 2, "mapping": "loop", "participation": 0.6, "seed": 0}
+        data = FederatedData.from_arrays(clients)
+        result = simulate(Ditto(), net, data, rounds=3, workers=workers, **how)
+        record = result.simulation.record if result.simulation else None
+        assert record is not None and (record.tables == [None]) == travels
+        return result.digest
+
+    travels, found = False, [digest(workers) for workers in (1, 2, 3)]
+    monkeypatch.setattr(row_table, "_memory_file", lambda size: None)
+    travels, more = True, [digest(workers) for workers in (1, 2)]
+    assert len({*found, *more}) == 1
+    assert leftovers() <= before
+
+
+def test_what_a_worker_answers_stays_as_it_is_while_others_answer() -> None:
+    with closing(Pool(lambda meta, data, common: ({}, {"x": data["x"] + 1}), 2)) as pool:
+        jobs = [Job({}, {"x": torch.full((50_000,), float(k))}) for k in range(40)]
+        kept = [t["x"] for _, t in pool.run(jobs)]
+        assert [float(x.min()) for x in kept] == [float(x.max()) for x in kept] == [k + 1.0 for k in range(40)]
+        again = [t["x"] for _, t in pool.run(jobs)]  # while the first answers are held
+        assert [float(x.sum()) for x in kept] == [float(x.sum()) for x in again]
+
+
+def test_a_worker_that_writes_to_what_it_was_given_changes_nothing_for_others() -> None:
+    def spoil(meta: Meta, data: Tree, common: Tree) -> tuple[Meta, Tree]:
+        found = {"x": data["x"].clone(), "c": common["c"].clone()}
+        data["x"].fill_(-1.0)
+        common["c"][meta["k"]] = -1.0
+        return {}, found
+
+    with closing(Pool(spoil, 2)) as pool:
+        pool.share("c", {"c": torch.zeros(8)})
+        x = torch.arange(4.0)
+        for _ in range(2):
+            results = list(pool.run([Job({"k": k}, {"x": x}, "c") for k in range(4)]))
+            assert all(t["x"].tolist() == [0.0, 1.0, 2.0, 3.0] for _, t in results)
+            pool.share("c", {"c": torch.zeros(8)})
+            assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 ORPHANS = """

@@ -18,11 +18,11 @@ from fedspan import report
 from fedspan.cli import running
 from fedspan.errors import ConfigError
 from fedspan.methods import METHODS
-from fedspan.studies.papers import available, candidates, finals, load_experiment
+from fedspan.studies.papers import available, candidates, config_of, describe, finals, load_experiment
 from fedspan.studies.papers.curves import draw, series
 from fedspan.studies.papers.experiment_file import PaperRow, slug
 from fedspan.studies.papers.published import parse
-from fedspan.studies.papers.step_sizes import RowOutcome, config_of
+from fedspan.studies.papers.step_sizes import RowOutcome
 
 TINY = """
 rounds = 2
@@ -169,6 +169,16 @@ def test_grid_of_the_paper_form() -> None:
     assert finals(e, e.rows[0], 0.1, {}, 2)[1].config.train.evaluate_part == "test"
 
 
+def test_seeds_of_the_tests_may_be_others_than_that_of_the_choice() -> None:
+    e = parse(TINY.replace("seeds = 2", "seeds = 2\nfirst_seed = 200"), "tiny")
+    assert {job.config.seed for job in candidates(e, e.rows[0])} == {0}
+    assert [job.config.seed for job in finals(e, e.rows[0], 0.1, {}, 2)] == [200, 201]
+    said = " ".join(describe(e, config_of(e, e.rows[0], 0.1, {}, []), 2))
+    assert "of each client, seed 0)" in said and "over seeds 200 to 201." in said
+    with pytest.raises(ConfigError, match="first_seed must be an integer >= 0"):
+        parse(TINY.replace("seeds = 2", "first_seed = -1"), "tiny")
+
+
 def test_validation_takes_nothing_from_the_test_part() -> None:
     from fedspan.config import assemble_data
 
@@ -295,6 +305,7 @@ def test_listing_and_wrong_names() -> None:
         (["nothing.toml"], "cannot be read"),
         (["tiny.toml", "--rows", "locl"], "Did you mean 'local'?"),
         (["tiny.toml", "partition.kind=idd"], "Did you mean 'iid'?"),
+        (["tiny.toml", "seed=200"], "never on reported ones"),
     ):
         lines = reproduce(*arguments, code=2).stderr.strip().splitlines()
         assert len(lines) == 1 and message in lines[0], lines

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from conftest import assert_close
 from fedspan.cli.app import app
-from fedspan.methods.pfl_mf import PflMfPaper
+from fedspan.methods.pfl_mf import algorithm_1
 from fedspan.randomness import generator
 from fedspan.studies.theory import example_1, example_2, figure_1, movielens, spiked_hessian
 from fedspan.studies.theory.collaborative import Rater, Sums, server_step
@@ -31,14 +31,14 @@ from fedspan.studies.theory.ratings import FILE, Ratings, load
 
 @pytest.mark.parametrize("problem", [random_quadratic(), random_logistic()], ids=["quadratic", "logistic"])
 def test_gradients_written_out_are_those_of_psi(problem: Problem) -> None:
-    U, V = start_of(PflMfPaper(rank=2), problem)
+    U, V = start_of(algorithm_1(rank=2), problem)
     g_U, g_V = problem.gradients(U[None], V[None])
     assert_close({"U": g_U[0], "V": g_V[0]}, dict(zip("UV", grad(problem.psi, (0, 1))(U, V))))
 
 
 def test_power_iteration_finds_the_norm_of_the_hessian() -> None:
     problem = random_quadratic(d=3, n=4)
-    U, V = start_of(PflMfPaper(rank=2), problem)
+    U, V = start_of(algorithm_1(rank=2), problem)
 
     def psi(w: torch.Tensor) -> torch.Tensor:
         return problem.psi(w[:6].reshape(3, 2), w[6:].reshape(4, 2))
@@ -89,7 +89,7 @@ def test_the_counterexample_is_exact_and_is_the_methods_own_path() -> None:
     assert counterexample.expected_sums(p, 1, 1, T) == pytest.approx(total, rel=1e-12)
     problem = quadratic(torch.full((1, 1), counterexample.A, dtype=torch.float64))
     start = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
-    path = trajectory(PflMfPaper(rank=1, lr=counterexample.ETA, p=p), problem, 20, start=start)
+    path = trajectory(algorithm_1(rank=1, lr=counterexample.ETA, p=p), problem, 20, start=start)
     np.testing.assert_allclose(path[0][:, 0, 0], u[:21], atol=1e-14)
     np.testing.assert_allclose(path[1][:, 0, 0], v[:21], atol=1e-14)
 
@@ -119,7 +119,7 @@ def test_a_step_of_many_problems_is_a_step_of_the_method() -> None:
     b = next(b for b, (n, d, r) in enumerate(problems.size) if n > 2 and r <= d and problems.p[b] < 1)
     one = trimmed(problems, b)
     eta, p, K = 0.05, float(one.p[0]), int(one.K[0])
-    method = PflMfPaper(rank=one.U.shape[2], lr=eta, p=p, v_steps=K)
+    method = algorithm_1(rank=one.U.shape[2], lr=eta, p=p, v_steps=K)
     U, V = trajectory(method, quadratic(one.a[0].T, one.H[0]), 3, p=p, start=(one.U[0], one.V[0]))
     at = one.U[:, None], one.V[:, None]
     for t in range(1, 4):
@@ -245,7 +245,7 @@ def test_command_writes_figure_and_numbers(tmp_path: Path, monkeypatch: pytest.M
 
 def test_trajectory_keeps_those_who_do_not_take_part() -> None:
     problem = random_quadratic()
-    _, V = trajectory(PflMfPaper(rank=2, lr=0.1, p=0.3), problem, 5, p=0.3)
+    _, V = trajectory(algorithm_1(rank=2, lr=0.1, p=0.3), problem, 5, p=0.3)
     for t in range(1, 6):
         still = generator(0, "sample", t).random(12) >= 0.3
         assert torch.equal(V[t][still], V[t - 1][still])

@@ -51,7 +51,7 @@ def inside(out: Path) -> None:
         for way, settings in MAPPINGS.items():
             result = simulate(
                 make(name, **fields), make_task(), make_data(), rounds=4, seed=5, participation=0.6, batch_size=8,
-                epochs=2, dtype="float64", evaluate_every=100, **settings,  # type: ignore[arg-type]
+                epochs=2, precision="float64", evaluate_every=100, **settings,  # type: ignore[arg-type]
             )  # fmt: skip
             found[f"{row} {way}"] = result.digest
         if name in grids:

@@ -15,6 +15,7 @@ from fedspan.cli.analyse import analyse
 from fedspan.cli.attack import attack
 from fedspan.cli.bytes import bytes_
 from fedspan.cli.capacity import capacity
+from fedspan.cli.claims import claims
 from fedspan.cli.code import with_code
 from fedspan.cli.compare import compare
 from fedspan.cli.console import fail, note
@@ -93,6 +94,7 @@ for entry in [*analyse.registered_commands, *deploy.registered_commands]:
     if entry.callback is not None and entry.callback.__name__ not in NAMES_NO_CODE:
         entry.callback = with_code(entry.callback, settings=entry.callback.__name__ not in SERVES_OTHERS)
 app.add_typer(analyse, name="analyse")
+app.add_typer(claims, name="claims")
 app.add_typer(data, name="data")
 app.add_typer(deploy, name="deploy")
 app.add_typer(new, name="new")

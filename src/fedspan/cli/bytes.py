@@ -98,7 +98,7 @@ def count(config: RunConfig, rule: ByteRule | None = None) -> tuple[Method, Traf
     from fedspan.method import Abilities
     from fedspan.simulation.settings import sample
 
-    method, task, data, made_up = _assemble(config)
+    method, task, data, made_up = assembled(config)
     data = data.to(next(iter(task.init().values())).dtype)
     tiny = replace(data, train=[rows[:2] for rows in data.train])
     able = Abilities(method)
@@ -161,7 +161,7 @@ def _buffers(task: Task, payload: Tree) -> dict[str, int | None]:
     return {"buffers": 4 * (total - sent)} if tree.leaves(payload) and total > sent else {}
 
 
-def _assemble(config: RunConfig) -> tuple[Method, Task, FederatedData, str]:
+def assembled(config: RunConfig) -> tuple[Method, Task, FederatedData, str]:
     """The experiment; where its data are missing but their shape is known, with made-up ones and the reason."""
     import torch
 

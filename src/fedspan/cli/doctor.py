@@ -41,6 +41,7 @@ def doctor() -> None:
         ("numpy", numpy.__version__),
         ("cores", f"{available_cores()} for this process, {os.cpu_count()} in the machine"),
         ("torch threads", f"{torch.get_num_threads()} (a run uses 1 per worker)"),
+        ("bf16", bf16()),
         ("memory", memory()),
         ("data", f"{', '.join(there)}; $FEDSPAN_DATA is {os.environ.get('FEDSPAN_DATA') or 'not set'}"),
     ]
@@ -52,6 +53,17 @@ def doctor() -> None:
         raise typer.Exit(1)
     say(f"Self-test: fedavg folded and by loop agree to {far:.1g}.")
     say(suggestion())
+
+
+def bf16() -> str:
+    """What `train.precision = "bf16"` runs on: tiles (AMX), vector instructions, or emulation."""
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX tiles: train.precision='bf16' makes convolutions and large products quicker"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "AVX-512 instructions, no AMX: train.precision='bf16' may be quicker or slower; time both"
+    return "no instructions of this CPU: train.precision='bf16' is slower than float32"
 
 
 def memory() -> str:
@@ -80,7 +92,7 @@ def self_test() -> float:
     task = Task(lambda: build("mlp", (4,), 2, hidden=[3]), dtype=torch.float64, seed=0)
     ends = []
     for mapping in ("folded", "loop"):
-        settings = Settings(mapping=mapping, dtype="float64", workers=1, batch_size=4)
+        settings = Settings(mapping=mapping, precision="float64", workers=1, batch_size=4)
         simulation = Simulation(make("fedavg"), task, data, rounds=2, settings=settings)
         simulation.run()
         ends.append(tree.ravel(simulation.record.server["theta"]))

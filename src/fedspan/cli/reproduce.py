@@ -11,7 +11,7 @@ import typer
 
 from fedspan.cli.console import child, directory, listed, note, say, show, table
 from fedspan.cli.run import Out, Overrides, Quiet
-from fedspan.errors import ConfigError, Divergence, FedspanError
+from fedspan.errors import ConfigError, FedspanError
 from fedspan.storage.atomic import write_atomic
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Run a paper's table again and show it beside the printed figures; finished runs are not repeated."""
-    from fedspan.studies.papers import candidates, describe, finals, load_experiment, reproduce_row, trials
+    from fedspan.studies.papers import candidates, config_of, describe, load_experiment, reproduce_row, trials
 
     if name is None:
         return _list()
@@ -66,7 +66,7 @@ def reproduce(
     # All of it is checked before the first run starts; a test is checked at the first learning rate.
     total, tuned = 0, False
     for row in experiment.rows:
-        config = finals(experiment, row, row.lr[0], row.rules[0], 1, settings)[0].config
+        config = config_of(experiment, row, row.lr[0], row.rules[0], settings)
         choices = len(trials(candidates(experiment, row, settings)))
         tuned = tuned or choices > 0
         total += choices + count
@@ -108,24 +108,13 @@ class _Shown:
 
     def run(self, job: PaperJob) -> Result | None:
         """The result of a job; None if it diverged."""
-        from fedspan.cli.running import execute, finished
+        from fedspan.cli.running import result_of
 
         self.done += 1
         place = child(self.where / job.folder.parent, job.folder.name)
-        marker = place / "diverged.json"
         label = f"{job.row.label}, {job.setting}, {job.purpose}, seed {job.config.seed}"
-        before = "already "
-        result: Result | None = None
-        if not marker.is_file():
-            result = finished(place, job.config)
-            if result is None:
-                before = ""
-                try:
-                    execute(job.config, place, quiet=not self.bars, label=label)
-                    result = json.loads((place / "result.json").read_text(encoding="utf-8"))
-                except Divergence as e:
-                    place.mkdir(parents=True, exist_ok=True)
-                    write_atomic(marker, json.dumps({"why": str(e)}) + "\n")
+        result, found = result_of(job.config, place, quiet=not self.bars, label=label)
+        before = "already " if found else ""
         if not self.quiet:
             facts = f"{before}diverged" if result is None else f"{before}done: {_facts(result)}"
             say(f"[{self.done}/{self.total}] {label}: {facts}")

@@ -39,6 +39,24 @@ def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
+def result_of(config: RunConfig, directory: Path, *, quiet: bool, label: str) -> tuple[dict[str, Any] | None, bool]:
+    """The result of a run, carried out or found done, and whether it was found; None if it diverges, which is kept."""
+    marker = directory / "diverged.json"
+    if marker.is_file():
+        return None, True
+    result = finished(directory, config)
+    if result is not None:
+        return result, True
+    try:
+        execute(config, directory, quiet=quiet, label=label)
+    except Divergence as e:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomic(marker, json.dumps({"why": str(e)}) + "\n")
+        return None, False
+    made: dict[str, Any] = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    return made, False
+
+
 def data_changed(directory: Path, config: RunConfig) -> str | None:
     """What to say of a finished run whose data are not those it was computed on; None if they are, or it is not known.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from fedspan.data.tables.table_federation import table_data
 from fedspan.errors import ConfigError, nearest, safe_name
 from fedspan.learn.task import Task
 from fedspan.method import Method
-from fedspan.method.fields import build, flat, keys_of
+from fedspan.method.fields import Key, build, fits, flat, keys_of
 from fedspan.method.named_code import is_spec
 from fedspan.methods import METHODS, find_method, make
 from fedspan.models.build import is_language
@@ -28,7 +29,7 @@ from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices, assign
 from fedspan.simulation.identity import of_config
 from fedspan.simulation.protocols import EvaluationSettings
-from fedspan.simulation.settings import Settings
+from fedspan.simulation.settings import Settings, settings_from
 from fedspan.storage.toml import checked, parse_toml, plain, read_small, short, write_toml
 
 # The most examples each known source can have.
@@ -98,7 +99,8 @@ class RunConfig:
         elsewhere = {key for other in others for key in keys_of(find_method(other))}
         shared = {k: v for k, v in self.method.items() if k != "name"}
         dropped = [k for k in shared if k not in own and k in elsewhere]
-        return {k: v for k, v in shared.items() if k not in dropped} | self.methods.get(name, {}), dropped
+        given = {k: v for k, v in shared.items() if k not in dropped} | self.methods.get(name, {})
+        return {k: _in_rounds(own[k], v, self.rounds) if k in own else v for k, v in given.items()}, dropped
 
     def only(self, name: str, compared: Iterable[str] = ()) -> Method:
         """The method of that name with its fields from `[method]` and `[methods.NAME]`."""
@@ -155,6 +157,15 @@ class RunConfig:
         return plain(of_config(self.recorded(), self.train))
 
 
+def _in_rounds(key: Key, value: Any, rounds: int) -> Any:
+    """A number of rounds that is given as a share of the run's (`"20%"`), at least one; other values as they are."""
+    share = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)%", value) if isinstance(value, str) else None
+    whole = fits(key.hint, 1) and not fits(key.hint, 1.5)
+    if share is None or not whole or fits(key.hint, value):
+        return value
+    return max(1, round(float(share[1]) / 100 * rounds))
+
+
 # ------------------------------------------------------------------------------------------------ reading
 
 
@@ -203,7 +214,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         partition=_open_ended(PartitionConfig, values["partition"], "Partition"),
         model=_open_ended(ModelConfig, values["model"], "Model"),
         task=build(TaskConfig, values["task"], "Task"),
-        train=build(Settings, values["train"], "Train"),
+        train=settings_from(values["train"], "Train"),
         evaluate=build(EvaluationSettings, values["evaluate"], "Evaluate"),
         devices=build(Devices, values["devices"], "Devices"),
         defence=build(Defence, values["defence"], "Defence") if "defence" in values else None,

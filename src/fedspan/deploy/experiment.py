@@ -82,7 +82,7 @@ class Experiment:
         size = None if s.batch_size == "full" else s.batch_size
         check_metrics(self.evaluate.found(), self.task.kind, data.classes)
         args = self.method, self.task, data.to(dtype), self.seed, size, s.epochs
-        return Engine(*args, "loop", judging=self.evaluate)
+        return Engine(*args, "loop", judging=self.evaluate, precision=s.precision)
 
     def federation(self, clients: int, groups: Tensor | None = None) -> Federation:
         """What is known of the clients before the first round."""

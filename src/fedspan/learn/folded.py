@@ -25,7 +25,9 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 
+from fedspan.learn.layout import Layout
 from fedspan.learn.losses import outputs_of
+from fedspan.learn.precision import is_autocast
 from fedspan.learn.products import affine, linear, subtract_product, times
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
@@ -246,7 +248,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: RowLayout) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.steps, ctx.layout, per = {}, layout, len(x) // layout.rows
+        ctx.steps, ctx.layout, ctx.bf16, per = {}, layout, is_autocast(x), len(x) // layout.rows
+        dtype = torch.bfloat16 if ctx.bf16 else x.dtype
+        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+        assert x is not None and weight is not None
         out = x.new_empty(len(x), weight.shape[1])
         for s in layout.segments:
             affine(s.of(x, per), weight[s.whose], None if bias is None else bias[s.whose], s.of(out, per))
@@ -256,20 +261,26 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         g, weight, per = grads[0].contiguous(), weight.detach(), len(x) // ctx.layout.rows
+        x, read = x.to(g.dtype), weight.to(g.dtype)  # in bf16 products are, and weights are not
         before = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         by_weight = by_bias = None
         if 1 not in ctx.steps and ctx.needs_input_grad[1]:
             by_weight = _for_all(weight, ctx.layout)
         if bias is not None and (2 in ctx.steps or ctx.needs_input_grad[2]):
-            by_bias = ctx.layout.sums(g, per)
+            by_bias = ctx.layout.sums(g.to(bias.dtype), per)
         for s in ctx.layout.segments:
-            mine, given, w = s.of(g, per), s.of(x, per), weight[s.whose]
+            mine, given = s.of(g, per), s.of(x, per)
             if before is not None:  # with the weights of the forward pass
-                times(mine, w, s.of(before, per))
-            if 1 in ctx.steps:
+                times(mine, read[s.whose], s.of(before, per))
+            if 1 in ctx.steps and ctx.bf16:  # a product in 16 bits cannot be added to 32 on the way
+                ctx.steps[1].towards(weight, s.whose).sub_(mine.mT @ given, alpha=ctx.steps[1].lr)
+            elif 1 in ctx.steps:
                 subtract_product(ctx.steps[1].towards(weight, s.whose), mine.mT, given, ctx.steps[1].lr)
             elif by_weight is not None:
-                times(mine.mT, given, by_weight[s.whose])
+                if ctx.bf16:
+                    by_weight[s.whose] = mine.mT @ given
+                else:
+                    times(mine.mT, given, by_weight[s.whose])
             if 2 in ctx.steps:
                 ctx.steps[2].towards(bias.detach(), s.whose)
         if 2 in ctx.steps:
@@ -388,7 +399,7 @@ class Folded:
         return module
 
     def __call__(
-        self, params: Mapping[str, Tensor], x: Tensor, layer: str | None = None
+        self, params: Mapping[str, Tensor], x: Tensor, layer: str | None, memory: Layout
     ) -> tuple[Tensor, Tensor | None] | None:
         """Outputs for parameters and inputs as a function mapped by `vmap` holds them, and what goes into `layer`.
 
@@ -403,27 +414,27 @@ class Folded:
             if not batched:
                 inputs = inputs.expand(sizes[0], *inputs.shape)
             layout = RowLayout([inputs.shape[1]] * sizes[0], inputs.shape[1], packed=False)
-            out, seen = self._run(held, inputs.flatten(0, 1), layout, layer)
+            out, seen = self._run(held, inputs.flatten(0, 1), layout, layer, memory)
             out, seen = layout.put(out), None if seen is None else layout.put(seen)
         return wrapped(out), None if seen is None else wrapped(seen)
 
     def of_rows(
-        self, params: Mapping[str, Tensor], rows: FoldedRows, loss: Callable[[Tensor, Tensor], Tensor]
+        self, params: Mapping[str, Tensor], rows: FoldedRows, loss: Callable[[Tensor, Tensor], Tensor], memory: Layout
     ) -> Tensor:
         """Each client's mean of `loss(outputs, labels)`, one value per example, over its examples of a minibatch."""
         held, (x, _), (y, _) = {k: unwrapped(v) for k, v in params.items()}, unwrapped(rows.x), unwrapped(rows.y)
         with mapped_by_hand():
             layout = rows.layout(self.parameters, self.units)
-            out, _ = self._run(held, layout.take(x), layout, None)
+            out, _ = self._run(held, layout.take(x), layout, None, memory)
             means = rows.means(loss(out, layout.take(y)), layout)
         return wrapped(means)
 
     def _run(
-        self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: RowLayout, layer: str | None
+        self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: RowLayout, layer: str | None, memory: Layout
     ) -> tuple[Tensor, Tensor | None]:
         self.now.layout, self.now.params = layout, held
         try:
-            return run_watched(self.module, layer, lambda: outputs_of(self.module(x)))
+            return memory(lambda a: run_watched(self.module, layer, lambda: outputs_of(self.module(a))), x)
         finally:
             self.now.params = {}
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Lt
+from torch import Tensor
 
-from fedspan.learn.batches import Batch
+from fedspan.learn.batches import Batch, Batches
+from fedspan.learn.safeguard import more_than_one, shortened, some
 from fedspan.learn.sgd import NO_PROX, Loss, Prox, adamw, sgd
 from fedspan.tree import Tree
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,7 @@ class Optimizer:
         "optimizer": "rule",
         "momentum": "momentum",
         "weight_decay": "weight_decay",
+        "safeguard": "safeguard",
     }
 
     rule: Literal["sgd", "adamw"] = "sgd"
@@ -30,6 +35,8 @@ class Optimizer:
     """Momentum of the clients' SGD."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """Weight decay of the clients' optimiser, decoupled for AdamW."""
+    safeguard: bool = True
+    """Whether local training that raised the loss of its own examples is taken again with shorter steps."""
 
     @property
     def plain(self) -> bool:
@@ -43,8 +50,44 @@ class Optimizer:
         """
         return 0.0 if self.rule == "adamw" else lr * strength / (1 + self.momentum)
 
-    def fit(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox = NO_PROX) -> Tree:
-        """Train `params` on a stream, one step per batch; `prox` is applied to single parameters after every step."""
+    def fit(
+        self,
+        loss: Loss,
+        params: Tree,
+        batches: Iterable[Batch],
+        lr: float,
+        prox: Prox = NO_PROX,
+        measured: Loss | None = None,
+    ) -> Tree:
+        """Train `params` on a stream, one step per batch; `prox` is applied to single parameters after every step.
+
+        Args:
+            measured: what the safeguard measures, where the values of `loss` are not those of an objective.
+        """
+        stream = batches if isinstance(batches, Batches) else list(batches)
+        train = lambda rate: self._train(loss, params, stream, rate, prox)
+        return self.guarded(train, params, loss if measured is None else measured, stream, lr)
+
+    def guarded(
+        self,
+        train: Callable[[float], P],
+        start: P,
+        loss: Callable[[P, Batch], Tensor],
+        batches: Iterable[Batch],
+        lr: float,
+        alone: bool = False,
+    ) -> P:
+        """`train(lr)`, shortened by the safeguard if there is one: judged by `loss` on some of the first batch.
+
+        `alone` says that no mean over clients follows, so that even a single step is judged.
+        """
+        first = next(iter(batches), None) if self.safeguard and lr else None
+        if first is None:
+            return train(lr)
+        few = some(first)
+        return shortened(train, start, lambda at: loss(at, few), lr, alone or more_than_one(batches))
+
+    def _train(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox) -> Tree:
         if self.rule == "adamw":
             return adamw(loss, params, batches, lr, weight_decay=self.weight_decay, prox=prox)
         return sgd(loss, params, batches, lr, momentum=self.momentum, weight_decay=self.weight_decay, prox=prox)

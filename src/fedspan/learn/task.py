@@ -18,6 +18,7 @@ from fedspan.learn.batches import Batch
 from fedspan.learn.folded import Folded, is_folding, mapped_by_hand, run_watched
 from fedspan.learn.folded import fold as fold_clients
 from fedspan.learn.fused import Step, fuse
+from fedspan.learn.layout import Layout
 from fedspan.learn.losses import (
     IGNORED,
     LossOf,
@@ -37,6 +38,7 @@ from fedspan.learn.losses import (
     takes_mask,
     token_loss,
 )
+from fedspan.learn.precision import autocast, is_bf16
 from fedspan.randomness import fold, torch_seed, uniform
 from fedspan.tree import Inputs, Params, Tree
 
@@ -62,7 +64,8 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
-        return x * (uniform(self.key, shape, x.dtype) >= self.p) / (1.0 - self.p)
+        dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype  # 8 bits would shift the probability
+        return x * (uniform(self.key, shape, dtype) >= self.p) / (1.0 - self.p)
 
 
 class Task:
@@ -138,6 +141,7 @@ class Task:
             self._fused = (module, step, set(names)) if names else None
         self._with_clients: dict[bool, Folded | None] = {}
         self._head_task: tuple[Task | None] | None = None
+        self.layout = Layout(self.module)
         self.kinds: dict[str, Task] = {}
         self.turns: tuple[str, ...] = ()
         self._smallest: Task | None = None
@@ -267,10 +271,10 @@ class Task:
 
     def loss(self, params: Params, batch: Batch) -> Tensor:
         """Mean training loss over the examples of a batch; 0 for an empty one."""
-        rows = batch.folded if params and self.loss_of == "example" else None
+        rows = batch.folded if params and self.loss_of == "example" and not is_bf16() else None
         if rows is not None and (folded := self._folded(self.module)) is not None:
             held = self._with_keys(params, batch.key) if self._dropouts else params
-            return folded.of_rows(held, rows, self.example_loss)
+            return folded.of_rows(held, rows, self.example_loss, self.layout)
         return self.mean_loss(self.output(params, batch), batch)
 
     def mean_loss(self, output: Tensor, batch: Batch) -> Tensor:
@@ -287,7 +291,7 @@ class Task:
         With `fresh` the given tensors are left alone, otherwise they are changed in place. None, and nothing changed,
         if the model or this choice of parameters cannot be stepped this way; the first, fresh step decides.
         """
-        if self._fused is None or params.keys() != set(self.names):
+        if self._fused is None or is_bf16() or params.keys() != set(self.names):
             return None
         module, step, names = self._fused
         leaf = {k: p.detach().requires_grad_() for k, p in params.items()}
@@ -505,22 +509,38 @@ class Task:
     def _run(
         self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None, layer: str | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs, and what goes into `layer` on the way."""
+        """Outputs, and what goes into `layer` on the way; in float32, also where the pass itself is in bf16."""
+        if not (is_bf16() and module.training):
+            return self._pass(module, params, x, key, layer)
+        with autocast(tree.leaves(x)[0].device):
+            output, seen = self._pass(module, params, x, key, layer)
+        return output.float(), None if seen is None else seen.float()
+
+    def _pass(
+        self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None, layer: str | None
+    ) -> tuple[Tensor, Tensor | None]:
         if self.stats and module.training:
+            if not self.layout.tried:
+                with torch.no_grad():  # a training pass that is repeated would count its statistics twice
+                    self._pass(self._eval, params, x, None, None)
             # The forward pass writes running statistics in place: only into tensors the training loop owns.
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
         if key is not None:
             params = self._with_keys(params, key)
         if params and is_folding() and isinstance(x, Tensor) and (folded := self._folded(module)) is not None:
-            found = folded(params, x, layer)
+            found = folded(params, x, layer, self.layout)
             if found is not None:
                 return found
-        args, named = _arguments(x)
 
-        def run() -> Tensor:
-            return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
+        def run(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+            args, named = _arguments(inputs)
 
-        return run_watched(module, layer, run)
+            def call() -> Tensor:
+                return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
+
+            return run_watched(module, layer, call)
+
+        return self.layout(run, x)
 
     def _with_keys(self, params: Params, key: Tensor) -> Params:
         """Parameters, and a key for each dropout layer."""

@@ -44,13 +44,24 @@ class Training(Method):
             )
 
     def fit(
-        self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float | None = None, prox: Prox = NO_PROX
+        self,
+        loss: Loss,
+        params: Tree,
+        batches: Iterable[Batch],
+        lr: float | None = None,
+        prox: Prox = NO_PROX,
+        measured: Loss | None = None,
     ) -> Tree:
         """Train `params` on a stream with the method's optimiser; it starts anew each time.
 
-        `prox` is applied to single parameters after every step.
+        `prox` is applied to single parameters after every step. `measured` is what the safeguard measures, where the
+        values of `loss` are not those of an objective.
         """
-        return self.optimizer.fit(loss, params, batches, self.lr if lr is None else lr, prox)
+        return self.optimizer.fit(loss, params, batches, self.lr if lr is None else lr, prox, measured)
+
+    def descend(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float) -> Tree:
+        """Train `params` by plain steps, whatever the method's optimiser is; its safeguard is kept."""
+        return Optimizer(safeguard=self.optimizer.safeguard).fit(loss, params, batches, lr)
 
 
 def weight_by_field(method: Averaging) -> Weight:

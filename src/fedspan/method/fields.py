@@ -53,7 +53,13 @@ class Key:
     default: Any
     path: tuple[str, ...]
     """The fields that lead to it: one, or the field of a value and the value's own."""
-    sentence: str
+    owner: type
+    """The dataclass that has the field, and the sentence under it."""
+
+    @property
+    def sentence(self) -> str:
+        """What the reference says of it; read from the source when it is asked for, which takes a while."""
+        return sentences(self.owner).get(self.path[-1], "")
 
     def of(self, instance: Any) -> Any:
         """The key's value in an instance."""
@@ -74,19 +80,19 @@ def keys_of(cls: type) -> dict[str, Key]:
 
 def _find_keys(cls: type) -> dict[str, Key]:
     found: dict[str, Key] = {}
-    hints, said = typing.get_type_hints(cls, include_extras=True), sentences(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     for f in fields(cls):
         if not f.init:
             continue
         default = field_default(f)
         inner: Mapping[str, str] | None = getattr(hints[f.name], "KEYS", None)
         if inner is None:
-            found[f.name] = Key(f.name, hints[f.name], default, (f.name,), said.get(f.name, ""))
+            found[f.name] = Key(f.name, hints[f.name], default, (f.name,), cls)
             continue
         own = keys_of(hints[f.name])
         for name, field in inner.items():
             start = getattr(default, field, MISSING)
-            found[name] = Key(name, own[field].hint, start, (f.name, field), own[field].sentence)
+            found[name] = Key(name, own[field].hint, start, (f.name, field), own[field].owner)
     return found
 
 
@@ -95,6 +101,7 @@ def field_default(f: Field[Any]) -> Any:
     return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
+@functools.cache
 def sentences(cls: type) -> dict[str, str]:
     """The text under every field of a class and its bases, as it stands in the source."""
     found: dict[str, str] = {}

@@ -28,10 +28,10 @@ class Ditto(Sharing, Cautions):
         discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
     )
 
-    lam: NonNegative = 1.0
+    lam: NonNegative = 0.1
     """λ, how strongly the personal model is held to the global one; 0 is local training."""
-    personal_epochs: Count = 1
-    """Epochs in which the personal model is trained in a round."""
+    personal_epochs: Count | None = None
+    """Epochs in which the personal model is trained in a round; the run's if not given."""
     lr_personal: NonNegative | None = None
     """The personal model's learning rate; `lr` if not given."""
 

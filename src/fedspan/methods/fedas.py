@@ -13,7 +13,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs
 from fedspan.learn.class_features import class_matrix, class_means, members
-from fedspan.learn.sgd import gradient, sgd
+from fedspan.learn.sgd import gradient
 from fedspan.learn.task import Task
 from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.bases import weight_by_field
@@ -85,7 +85,7 @@ class FedAs(Sharing):
                 gap = member.T @ (features - p[batch.y]).square().mean(1) / count.clamp_min(1)
             return (gap * (count > 0)).sum()  # Σ over the classes of the minibatch
 
-        aligned = sgd(apart, new, visit["align"], self.lr_align)
+        aligned = self.descend(apart, new, visit["align"], self.lr_align)
         result: Params = tree.where(client["met"], aligned, new)
         return result
 

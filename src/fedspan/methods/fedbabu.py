@@ -31,7 +31,7 @@ class FedBabu(Sharing):
 
     private_head: bool = False
     """Plays no part: the head is never sent."""
-    finetune_epochs: Count = 5
+    finetune_epochs: Count = 10
     """Epochs in which a client fine-tunes the model before use; the result is thrown away afterwards."""
     finetune: Literal["all", "head", "body"] = "all"
     """What is fine-tuned before use: all parameters, the head, or the body."""

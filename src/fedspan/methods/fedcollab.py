@@ -16,7 +16,6 @@ from fedspan.errors import ConfigError
 from fedspan.learn.aggregate import cluster_mean
 from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix, members
-from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import (
     About,
@@ -63,14 +62,15 @@ class FedCollab(Sharing, Announces, Observed):
 
     local_stats: ClassVar[bool] = False
 
-    distance_rounds: Annotated[int, Ge(2)] = 10
+    distance_rounds: Annotated[int, Ge(2)] = 5
     """Rounds in which pairs of clients learn to tell their data apart, before coalitions are formed."""
     distance_hidden: AtLeast1 = 200
     """Units in the hidden layer of a pair's discriminator."""
-    lr_distance: NonNegative = 0.1
+    lr_distance: NonNegative = 1.0
     """Learning rate of the discriminators."""
-    weight_of_samples: NonNegative = 8.0
-    """C, how much a coalition's number of examples counts against the distances within it."""
+    weight_of_samples: NonNegative = 2.0
+    """C, how much a coalition's number of examples counts against the distances within it: the more, the larger the
+    coalitions."""
 
     def common(self, task: Task, federation: Federation) -> Tree:
         return {"key": key(federation.seed, "discriminator")}
@@ -130,7 +130,7 @@ class FedCollab(Sharing, Announces, Observed):
         ]
         count = sum(b.w.sum() for b in visit["train"])
         right = torch.stack([t.sum(0) for t in total]).sum(0) / count if total else torch.zeros_like(side)
-        new: Params = sgd(tell_apart, D, visit["train"], self.lr_distance)
+        new: Params = self.descend(tell_apart, D, visit["train"], self.lr_distance)
         return client, Sent(weight, each={"D": new, "a": right})
 
     # ------------------------------------------------------------------------------------------------ the server

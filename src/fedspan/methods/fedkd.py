@@ -82,12 +82,15 @@ class FedKd(Sharing, Coded):
             "W": {"W": client["W"]},
         }
 
+        def objective(q: Tree, batch: Batch) -> Tensor:
+            return self.loss(task, q, stats, batch)
+
         def linear(q: Tree, batch: Batch) -> Tensor:
             # The optimiser needs a function whose gradient is the clipped one: ⟨q, g⟩ with g held fixed.
-            g = gradient(lambda p, b: self.loss(task, p, stats, b), tree.detach(q), batch)
+            g = gradient(objective, tree.detach(q), batch)
             return tree.dot(q, {k: _clipped(part, self.clip) for k, part in g.items()})
 
-        new = self.fit(linear, start, visit["train"])
+        new = self.fit(linear, start, visit["train"], measured=objective)
         theta, h = self.split(small, new["mentee"] | stats["mentee"])
         kept = {"h": h, "v": new["mentor"] | stats["mentor"], "W": new["W"]["W"]}
         return kept, Sent(weight=self.weigh(visit), mean={"theta": theta})

@@ -122,6 +122,8 @@ class PFedPara(Sharing, Converts):
         discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
     )
 
+    private_head: bool = True
+    """Whether the head stays on the client; the paper's is averaged with the rest."""
     form: HadamardForm = HadamardForm()
     """How weights become products."""
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fedspan.learn.batches import All, Amount, Batch, Batches, Epochs, rows_of
 from fedspan.learn.class_features import class_matrix, class_means
-from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import (
     About,
@@ -139,6 +138,8 @@ class FedTgp(FedProto):
         discloses=Discloses(labels="set", model="nothing", examples=False, class_means=True, resembles=True),
     )
 
+    lam: NonNegative = 0.3
+    """λ, the weight of the distance to the server's prototypes; the authors' script has 10."""
     weighting: Literal["samples", "uniform"] = "samples"
     """Plays no part: every upload counts alike."""
     server_epochs: AtLeast1 = 100
@@ -193,7 +194,7 @@ class FedTgp(FedProto):
         order = generator(int(fold(server["key"], round.round)), "prototypes")
         passes = [rows_of(order.permutation(len(P)), self.server_batch) for _ in range(self.server_epochs)]
         batches = Batches(P, y, torch.from_numpy(np.concatenate(passes)), server["key"])
-        g = sgd(contrast, server["g"], batches, self.lr if self.lr_server is None else self.lr_server)
+        g = self.descend(contrast, server["g"], batches, self.lr if self.lr_server is None else self.lr_server)
         seen = server["seen"].index_fill(0, y, True)
         return {**server, "g": g, "seen": seen, "p": self.generate(g) * seen[:, None]}
 

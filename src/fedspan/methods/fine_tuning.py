@@ -23,8 +23,8 @@ class FineTuning:
 
     KEYS: ClassVar[Mapping[str, str]] = {"finetune_epochs": "epochs", "lr_finetune": "lr", "l2": "l2"}
 
-    epochs: Count | None = None
-    """Epochs in which a client fits the received model before use; the run's if not given, 0 is FedAvg."""
+    epochs: Count | None = 10
+    """Epochs in which a client fits the received model before use; the run's if none, 0 is FedAvg."""
     lr: NonNegative | None = None
     """The learning rate of that fit; `lr` if not given."""
     l2: NonNegative = 0.0

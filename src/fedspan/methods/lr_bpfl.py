@@ -44,6 +44,8 @@ class LrBpfl(Sharing):
         discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
     )
 
+    private_head: bool = True
+    """Whether the head stays on the client; the paper's is averaged with the rest."""
     rank: AtLeast1 = 4
     """r, the rank of a client's mask."""
     members: Count = 4

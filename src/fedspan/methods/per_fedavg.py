@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Epochs, Steps
-from fedspan.learn.sgd import Loss, gradient, hessian_product, sgd
+from fedspan.learn.sgd import Loss, gradient, hessian_product
 from fedspan.learn.task import Task
 from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count, NonNegative, Positive
@@ -40,9 +40,9 @@ class PerFedAvg(Sharing):
     """α, the learning rate of the adaptation; `lr` if not given."""
     delta: Positive = 1e-3
     """δ, the step of the differences in the Hessian-free variant."""
-    adapt: Count = 1
-    """How many steps, or epochs, a client adapts the model before use."""
-    adapt_unit: Literal["step", "epoch"] = "step"
+    adapt: Count = 10
+    """How many steps, or epochs, a client adapts the model before use; the paper's objective foresees one step."""
+    adapt_unit: Literal["step", "epoch"] = "epoch"
     """Whether `adapt` counts minibatches or epochs."""
 
     @property
@@ -66,7 +66,11 @@ class PerFedAvg(Sharing):
             # The optimiser needs a function whose gradient is the meta-gradient: ⟨w, ∇F⟩ with ∇F held fixed.
             return tree.dot(w, self.meta_gradient(f, tree.detach(w), D[batch.step], batch, D2[batch.step]))
 
-        new = self.fit(linear, tree.without(start, task.stats), visit["train"])  # w ← w − β ∇F(w)
+        def adapted(w: Params, batch: Batch) -> Tensor:
+            return f(tree.add(w, gradient(f, w, batch), -self.alpha), batch)  # F(w) = f(w − α∇f(w))
+
+        start = tree.without(start, task.stats)
+        new = self.fit(linear, start, visit["train"], measured=adapted)  # w ← w − β ∇F(w)
         theta, h = self.split(task, new | stats)
         return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
 
@@ -85,4 +89,4 @@ class PerFedAvg(Sharing):
         return result
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
-        return sgd(task.loss, super().personal(task, client, down, visit), visit["adapt"], self.alpha)
+        return self.descend(task.loss, super().personal(task, client, down, visit), visit["adapt"], self.alpha)

@@ -24,8 +24,9 @@ class PersonalAdapter:
 
     rank: AtLeast1 = 2
     """r_p, the rank of L U."""
-    alpha: NonNegative = 1.0
-    """α_p, by which L U is multiplied before it is added to W."""
+    alpha: NonNegative = 0.1
+    """α_p, by which L U is multiplied before it is added to W; with 1 steps on U are as many times longer as L has
+    rows per column."""
     layers: Chosen = "body"
     """The layers that get a pair: a group of them, or names that begin theirs."""
 
@@ -55,6 +56,8 @@ class PFedLoRAJoint(Sharing, Converts):
 
     local_stats: ClassVar[bool] = False
 
+    private_head: bool = True
+    """Whether the head stays on the client; the paper's is averaged with the rest."""
     schedule: Schedule = Schedule()
     """How the clients' learning rate falls over the rounds."""
     pair: PersonalAdapter = PersonalAdapter()
@@ -89,6 +92,8 @@ class PFedLoRA(Sharing, Converts):
 
     local_stats: ClassVar[bool] = False
 
+    private_head: bool = True
+    """Whether the head stays on the client; the paper's is averaged with the rest."""
     personal_epochs: Count = 1
     """Epochs on L and U (and a private head), with W fixed."""
     global_epochs: Count | None = None

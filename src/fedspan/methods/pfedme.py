@@ -34,13 +34,14 @@ class PFedMe(Sharing, Cautions):
         discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
     )
 
-    lr: NonNegative = 0.05
+    lr: NonNegative = 0.5
     """η, the learning rate of a client's copy of the global model."""
-    lam: NonNegative = 15.0
-    """λ, how strongly the personal model is held to the client's copy of the global one."""
+    lam: NonNegative = 1.0
+    """λ, how strongly the personal model is held to the client's copy of the global one; the paper's 15 leaves it
+    little of its own."""
     inner_steps: AtLeast1 = 5
     """Steps of the personal model on every minibatch."""
-    lr_inner: NonNegative = 0.05
+    lr_inner: NonNegative = 0.1
     """Learning rate of the personal model."""
     beta: Positive = 1.0
     """β, how far the server goes from its model to the mean of a round; 1 takes the mean."""
@@ -48,6 +49,11 @@ class PFedMe(Sharing, Cautions):
     def proximal_steps(self) -> Mapping[str, float]:
         inner = self.optimizer.pull(self.lr_inner, self.lam)
         return {"lr·lam": self.lr * self.lam, "lr_inner·lam": inner}  # w_i takes plain steps towards θ
+
+    @property
+    def pull(self) -> float:
+        """ηλ, the share of the way from w_i to θ; with the safeguard not beyond it."""
+        return min(1.0, self.lr * self.lam) if self.optimizer.safeguard else self.lr * self.lam
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         return {**super().init_client(task, who), "v": task.init()}
@@ -62,7 +68,7 @@ class PFedMe(Sharing, Cautions):
 
         for batch in visit["train"]:
             v = self.fit(envelope, v, [batch] * self.inner_steps, self.lr_inner)
-            near = {k: w[k] - self.lr * self.lam * (w[k] - v[k]) for k in task.names}  # w_i ← w_i − ηλ(w_i − θ̃)
+            near = {k: w[k] - self.pull * (w[k] - v[k]) for k in task.names}  # w_i ← w_i − ηλ(w_i − θ̃)
             w = w | tree.where(batch.live, near, tree.select(w, task.names))
         theta, h = self.split(task, w)
         return {"h": h, "v": v}, Sent(weight=self.weigh(visit), mean={"theta": theta})
@@ -93,7 +99,7 @@ class L2gd(Sharing, Announces):
         discloses=Discloses(labels="set", model="whole", private=("theta",), examples=True, resembles=True),
     )
 
-    lam: NonNegative = 1.0
+    lam: NonNegative = 0.1
     """λ, how strongly the clients' models are pulled to their mean."""
     p: Fraction = 0.2
     """Probability that a step goes towards the mean and not down the loss."""

@@ -46,6 +46,8 @@ class Waffle(Sharing, Converts):
         discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
     )
 
+    private_head: bool = True
+    """Whether the head stays on the client; the paper's is averaged with the rest."""
     factors: AtLeast1 | None = None
     """F, the number of factors in a layer's dictionary; the smaller side of its weight if not given."""
     alpha: Positive | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -21,6 +22,7 @@ from fedspan.learn.batches import SHUFFLED, Amount, Batch, Batches, Epochs, Inde
 from fedspan.learn.folded import folding, has_folded_form
 from fedspan.learn.frozen_body import FrozenBody
 from fedspan.learn.metrics import UndefinedMetric
+from fedspan.learn.precision import Precision, training_in
 from fedspan.learn.sgd import gradient, sgd
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, ClientInfo, Method, Sent, Visit
@@ -75,6 +77,19 @@ class EvaluatedChunk:
     """Client, labels and predictions, as metrics take them."""
 
 
+class AsksWho(RuntimeError):
+    """A method wants to know which client it works for."""
+
+
+class NobodysVisit(Visit):
+    """A visit that would be the same at every client: whoever reads what only one client knows is refused."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("key", "examples"):
+            raise AsksWho(name)
+        return super().__getattribute__(name)
+
+
 class NoHeadToFit(FedspanError):
     """A method does not predict with one model whose head could be fitted."""
 
@@ -92,6 +107,8 @@ class Engine:
     mapping: Way
     evaluation_batch: int = 512
     judging: EvaluationSettings = field(default_factory=EvaluationSettings)
+    precision: Precision = "float32"
+    """What training passes are computed in; float64 where the task and the data are."""
 
     def __post_init__(self) -> None:
         self._models: dict[Capacity, Task] = {}
@@ -207,8 +224,7 @@ class Engine:
                     if self.gathered:
                         for name, t in (("output", output), ("y", batch.y), ("live", batch.w > 0)):
                             seen[name].append(t)
-            told = self.able.observed.observe(client).items() if way == RECEIVED else ()
-            sums: dict[str, Any] = total | {name: value.to(self.dtype) * total["n"] for name, value in told}
+            sums: dict[str, Any] = total | self._observed(client, total["n"], way)
             return sums | ({"": {k: torch.cat(v) for k, v in seen.items()}} if self.gathered else {})
 
         kept = [i for i in ids if len(getattr(self.data, part)[i])]
@@ -221,6 +237,105 @@ class Engine:
         result: dict[str, Tensor] = self._each(one, capacity, round, kept, rows, own, common, plan, part, gather)
         found.sums = {name: torch.zeros(len(ids), dtype=t.dtype).index_copy(0, at, t) for name, t in result.items()}
         return found
+
+    def judges_together(
+        self,
+        capacity: Capacity,
+        round: int,
+        ids: list[int],
+        rows: Tree,
+        shared: Tree,
+        own: Tree,
+        common: Tree,
+        part: str = "test",
+        way: JudgedModel = RECEIVED,
+    ) -> bool:
+        """Whether clients predict with one and the same model, example by example, so that `evaluate_together` may.
+
+        `rows` and `own` are those of any of them. They must be empty, nothing may be fitted before the use, and neither
+        the method may ask which client it works for nor the loss or an output depend on the other examples of a batch.
+        """
+        able, task = self._predicting_by(way.rule), self.model(capacity)
+        fitted = way.model != "received" or able.adapts.personal_plan(task)
+        if fitted or tree.leaves((rows, own)) or task.loss_of == "batch":
+            return False
+        few = torch.from_numpy(np.concatenate([getattr(self.data, part)[i][:3] for i in ids])[:3])
+        if len(few) < 3:
+            return False
+        try:
+            weights = self._common_weights(able, capacity, round, rows, {**shared, **own}, common)
+        except AsksWho:
+            return False
+        with torch.no_grad():
+            three, two = (able.adapts.predict(task, weights, tree.take(self.data.x, few[:n])) for n in (3, 2))
+        return _alike({"": three[:2]}, {"": two})
+
+    def evaluate_together(
+        self,
+        capacity: Capacity,
+        round: int,
+        ids: list[int],
+        rows: Tree,
+        shared: Tree,
+        own: Tree,
+        common: Tree,
+        part: str = "test",
+        way: JudgedModel = RECEIVED,
+    ) -> EvaluatedChunk:
+        """`evaluate` of clients with one model (see `judges_together`): one pass over the held-out examples of all."""
+        able, task = self._predicting_by(way.rule), self.model(capacity)
+        weights = self._common_weights(able, capacity, round, rows, {**shared, **own}, common)
+        held = [getattr(self.data, part)[i] for i in ids]
+        sizes = torch.tensor([len(some) for some in held])
+        owner = torch.repeat_interleave(torch.arange(len(ids)), sizes)
+        index = torch.from_numpy(rows_of(np.concatenate(held), self.evaluation_batch))
+        batches = Batches(self.data.x, self.data.y, index, key(self.seed, "visit", round))
+        n = sizes.to(torch.float64)
+        sums: dict[str, Tensor] = {"n": n}
+        seen: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for batch, whose in zip(batches, torch.split(owner, self.evaluation_batch)):
+                output, y = able.adapts.predict(task, weights, batch.x), self._renamed(batch.y, ids, whose)
+                for name, values in task.measures(output, y).items():
+                    sums.setdefault(name, torch.zeros_like(n)).index_add_(0, whose, values.to(n.dtype))
+                if self.gathered:
+                    seen.append((output, y))
+        found = EvaluatedChunk(sums | self._observed(rows, n, way))
+        found.metrics = {m.name: [math.nan] * len(ids) for m in self.gathered}
+        if seen:
+            outputs, labels = (torch.split(torch.cat(of), sizes.tolist()) for of in zip(*seen))
+            for k, i in enumerate(ids):
+                if len(labels[k]):
+                    told = {"output": outputs[k], "y": labels[k], "live": slice(None)}
+                    self._gather(task, found, {i: k}, {"": told}, i)
+        return found
+
+    def _common_weights(
+        self, able: Abilities, capacity: Capacity, round: int, client: Tree, down: Tree, common: Tree
+    ) -> Tree:
+        """The weights that every client of a capacity predicts with.
+
+        Raises:
+            AsksWho: if they depend on the client after all.
+        """
+        nothing = torch.zeros(())
+        visit = NobodysVisit(torch.tensor(round), nothing, nothing, self.data.clients, {}, common, capacity)
+        weights = able.method.personal(self.model(capacity), client, tree.aligned(down), visit)
+        need_tensors(self.method, "personal", weights)
+        found: Tree = tree.detach(weights)
+        return found
+
+    def _renamed(self, y: Tensor, ids: list[int], whose: Tensor) -> Tensor:
+        """Labels as the clients call them: example b is of client `ids[whose[b]]`."""
+        if self.data.relabel is None:
+            return y
+        names = self.data.relabel[torch.tensor(ids)[whose]]
+        return names.gather(1, y.reshape(len(y), -1)).reshape(y.shape)
+
+    def _observed(self, client: Tree, n: Tensor, way: JudgedModel) -> dict[str, Tensor]:
+        """Numbers about a client's own state, as sums over as many examples as it has."""
+        told = self.able.observed.observe(client).items() if way == RECEIVED else ()
+        return {name: value.to(n.dtype) * n for name, value in told}
 
     def ways(self, after: bool = False) -> list[JudgedModel]:
         """How every client is judged; `after` also by its trained model (`train.evaluate_after`)."""
@@ -264,7 +379,8 @@ class Engine:
         """The weights one client predicts with."""
         task = self.model(capacity)
         visit = self.visit(capacity, round, client, self.able.adapts.personal_plan(task), common)
-        result: Tree = tree.detach(self.method.personal(task, row, down, visit))
+        with training_in(self.precision):
+            result: Tree = tree.detach(self.method.personal(task, row, down, visit))
         return result
 
     def visit(self, capacity: Capacity, round: int, client: int, plan: Mapping[str, Amount], common: Tree) -> Visit:
@@ -296,13 +412,16 @@ class Engine:
                 visit, held, _ = self._visit(i, round, plan, common, part, capacity)
                 try:
                     row, mine = tree.aligned((tree.take(rows, k), tree.take(own, k)))
-                    result = tree.detach(one(row, mine, visit, held))
+                    with training_in(self.precision):
+                        result = tree.detach(one(row, mine, visit, held))
                     results.append(result if finish is None else finish(result, i))
                 except RuntimeError as e:
                     raise RuntimeError(f"round {round}, client {i}: {e}") from e
             return tree.stack(results)
 
-        streams = [self._streams(i, round, plan, part) for i in ids]
+        longest = 0 if part is None else max(len(getattr(self.data, part)[i]) for i in ids)
+        width = min(self.evaluation_batch, longest)  # no wider than the longest: empty slots cost as much as others
+        streams = [self._streams(i, round, plan, part, width) for i in ids]
         index = {name: pad([s[name] for s in streams]) for name in streams[0]}
         keys = torch.stack([key(self.seed, "visit", round, i) for i in ids])
         sizes = torch.tensor([len(self.data.train[i]) for i in ids], dtype=self.dtype)
@@ -317,7 +436,7 @@ class Engine:
             return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
         dims = (0, 0, 0, 0, 0, None if relabel is None else 0)
-        with folding() if self.mapping == "folded" else nullcontext():
+        with folding() if self.mapping == "folded" else nullcontext(), training_in(self.precision):
             found = vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
         return found if finish is None else tree.stack([finish(tree.take(found, k), i) for k, i in enumerate(ids)])
 
@@ -334,7 +453,7 @@ class Engine:
         names = None if self.data.relabel is None else self.data.relabel[client]
         batches = {
             s: Batches(self.data.x, self.data.y, torch.from_numpy(r), k, names, False, self._transform(s, plan))
-            for s, r in self._streams(client, round, plan, part).items()
+            for s, r in self._streams(client, round, plan, part, self.evaluation_batch).items()
         }
         held = batches.pop("", None)
         n = torch.tensor(len(self.data.train[client]), dtype=self.dtype)
@@ -344,7 +463,9 @@ class Engine:
         """What is done to the inputs of a stream: nothing, unless it trains on shuffled examples."""
         return self.data.transforms if isinstance(plan.get(stream), SHUFFLED) else None
 
-    def _streams(self, client: int, round: int, plan: Mapping[str, Amount], part: str | None) -> dict[str, Index]:
+    def _streams(
+        self, client: int, round: int, plan: Mapping[str, Amount], part: str | None, width: int
+    ) -> dict[str, Index]:
         streams = draw(
             self.data.train[client],
             self.data.validation[client],
@@ -357,7 +478,7 @@ class Engine:
             drop_last=bool(self.task.stats),
         )
         if part is not None:  # the held-out part travels as a stream without a name
-            streams[""] = rows_of(getattr(self.data, part)[client], self.evaluation_batch)
+            streams[""] = rows_of(getattr(self.data, part)[client], width)
         return streams
 
 
@@ -386,13 +507,14 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Way:
     return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
 
 
-def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap") -> str | None:
+def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap", precision: Precision = "float32") -> str | None:
     """Why a model or loss cannot be computed for many clients at once, seen on two examples; None if it can.
 
     Two clients take one gradient each, together and alone; the second has one example, an empty slot and other weights.
     It shows code that vmap cannot run (branches on values, `.item()`), models whose examples depend on one another, and
     layers that read other layers' weights, which cannot be folded. What cannot run under vmap is not folded either: a
-    model that looks at values would see those of all clients.
+    model that looks at values would see those of all clients. Gradients are compared in full precision; in bf16 it is
+    only tried whether there are any, as its rounding would hide what differs.
     """
     params, stream = task.init(), key(0, "mapping")
     starts = [params, tree.map(lambda t: t * 0.9 + 0.01, params)]
@@ -412,6 +534,9 @@ def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap") -> str | 
                 vmap(value)(tree.stack(starts), rows, slots)
             with folding() if way == "folded" else nullcontext():
                 together = vmap(mapped)(tree.stack(starts), rows, slots)
+                if precision == "bf16":
+                    with training_in(precision):
+                        vmap(mapped)(tree.stack(starts), rows, slots)
     except ConfigError:
         raise
     except Exception as e:  # whatever a model of somebody's own raises when it is traced

@@ -24,6 +24,9 @@ FREE_SETTINGS = frozenset(
 )
 """Of `Settings`: how and where a run is carried out and saved, and what is measured besides."""
 
+RENAMED = {"precision": "dtype"}
+"""Of `Settings`: names that changed. Identities keep the name before, so that runs and hashes from then still fit."""
+
 GIVEN = frozenset({"train", "method", "methods"})
 """Of a configuration: what a run knows as values, whose defaults are filled in."""
 
@@ -33,7 +36,7 @@ LOCAL = frozenset({"data"})
 
 def of_settings(settings: Settings) -> dict[str, Any]:
     """The settings that can change the numbers."""
-    return {k: v for k, v in asdict(settings).items() if k not in FREE_SETTINGS}
+    return {RENAMED.get(k, k): v for k, v in asdict(settings).items() if k not in FREE_SETTINGS}
 
 
 def of_config(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +26,40 @@ from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped, sample
 from fedspan.simulation.transport import Collected, MeasuredClients, in_order, partial_sum
 from fedspan.simulation.workers import Executor, Job, Meta, available_cores, executor_of, forks
+from fedspan.storage.client_store import ClientStore
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
+
+CHUNK_BYTES = 8 << 20
+"""Private states and downloads of the clients that are judged in one piece of work."""
+
+OWN_BYTES = 64 << 20
+"""Downloads of single clients that are made at once for an evaluation; those of more clients are made in turn."""
+
+POOLED_ROWS = 4096
+"""Held-out examples in one piece of work where all clients predict with one model."""
+
+
+@dataclass(frozen=True)
+class ClientGroup:
+    """Clients of one capacity to whom a round or an evaluation goes, in the order in which they are cut into chunks."""
+
+    capacity: int
+    """Its place among the capacities."""
+    ids: list[int]
+    cuts: Sequence[int]
+    """Places in `ids` where chunks begin."""
+    own: Callable[[slice], Tree]
+    """Rows of the download for the clients of a chunk alone."""
+    together: bool = False
+    """Whether all predict with one model."""
+    alike: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Clients that have model and test set of one in `ids`, by that one, which comes first among them."""
+
+    def chunks(self) -> Iterator[slice]:
+        """The places of every chunk."""
+        for start, end in zip(self.cuts, [*self.cuts[1:], len(self.ids)]):
+            yield slice(start, end)
 
 
 class LocalTransport:
@@ -55,15 +86,12 @@ class LocalTransport:
         self._executor: Executor | None = None
         self._shared: dict[int, Tree] = {}  # what clients of a capacity were last sent in common
         self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
-        self._trained: list[tuple[list[int], Tree, Tree]] = []  # clients, what they had, what they have after the round
-        self._replaced: list[tuple[list[int], Tree]] = []  # clients, and what they had before `keep`
         self._own_told: list[tuple[list[int], Meta]] = []  # clients, and what was measured of their own models
+        self._tables = list(zip(record.stores, record.tables))  # rows that workers read and write in place
 
     def __getstate__(self) -> dict[str, Any]:
         """What a spawned worker needs to handle chunks: all but what only this process may touch."""
-        here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_trained": [], "_replaced": []}
-        here["_own_told"] = []
-        here["_shared"] = {}
+        here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_own_told": [], "_shared": {}}
         return self.__dict__ | here
 
     @property
@@ -101,30 +129,32 @@ class LocalTransport:
 
     def train(self, t: int, sampled: Sequence[int], ledger: Ledger) -> Collected:
         """Run `client_update` of all sampled clients that are not lost; chunks come in a fixed order."""
+        self.record.settle()
         lost = dropped(list(sampled), self.settings, self.engine.seed, t)
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
-        jobs = self._jobs("train", t, going, ledger, {i: len(self.data.train[i]) for i in going}, Direction.DOWN)
+        groups = self._groups("train", t, going, ledger, {i: len(self.data.train[i]) for i in going})
         usual = DefenceHistory(self.defence, self.record.progress.usual)
         judged = any(way.model == "own" for way in self.ways)
         last = self._last_before_evaluation(t, going) if judged else set()
-        for job in jobs:
-            job.meta["answering"] = [i not in lost for i in job.meta["ids"]]
-            job.meta["own"] = not last.isdisjoint(job.meta["ids"])
-            job.meta["bounds"] = usual.before
-        got, self._trained, self._replaced, self._own_told = Collected(sampled), [], [], []
+
+        def told(ids: list[int]) -> Meta:
+            answering, own = [i not in lost for i in ids], not last.isdisjoint(ids)
+            return {"answering": answering, "own": own, "bounds": usual.before}
+
+        got, self._own_told = Collected(sampled), []
         now: dict[int, Capacity] = {}
         up: Counter[Capacity] = Counter()
-        waiting: list[tuple[Job, Meta, Tree]] = []
+        waiting: list[tuple[Meta, Meta, Tree]] = []
         measured: list[Measured] = []
         cuts: dict[int, dict[str, float]] = {}
         bounds: Bounds = usual.before
-        for job, meta, answer in self._finite(t, jobs):
-            capacity = self.capacities[job.meta["capacity"]]
-            now |= dict.fromkeys(job.meta["ids"], capacity)
+        for job, meta, answer in self._finite(t, self._jobs("train", t, groups, told)):
+            capacity = self.capacities[job["capacity"]]
+            now |= dict.fromkeys(job["ids"], capacity)
             ledger.add_names(Direction.UP, meta["bytes"])
             up[capacity] += sum(meta["bytes"].values())
-            self._trained.append((job.meta["ids"], job.data["rows"], answer["rows"]))
-            self._own_told.append((job.meta["ids"], meta.get("own", {})))
+            self._stage(job, answer)
+            self._own_told.append((job["ids"], meta.get("own", {})))
             measured += [Measured(values) for values in meta["measured"]]
             cuts |= dict(meta["cut"])
             if meta["held"] or waiting:  # chunks are added up in their order, whichever must wait
@@ -145,32 +175,57 @@ class LocalTransport:
             got.facts["clock"] = self._time(self.clock, now, got.weights, up)
         return got
 
-    def _finite(self, t: int, jobs: list[Job]) -> Iterator[tuple[Job, Meta, Tree]]:
+    def _finite(self, t: int, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Meta, Tree]]:
         """Results of training jobs, in order.
 
         Raises:
             Divergence: at the first chunk that is not finite.
         """
-        for job, (meta, data) in zip(jobs, self.executor.run(jobs)):
+        for job, meta, data in self._results(jobs):
             if meta["bad"]:
                 names = ", ".join(self.data.names[i] for i in meta["bad"][:5])
                 raise Divergence(f"{self.who}: round {t} gave NaN or infinity on client(s) {names}; {self.advice()}")
             yield job, meta, data
 
+    def _results(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Meta, Tree]]:
+        """What every job was to do, and what came of it, in order; what a job held is let go when it is done."""
+        asked: deque[Meta] = deque()
+
+        def noted() -> Iterator[Job]:
+            for job in jobs:
+                asked.append(job.meta)
+                yield job
+
+        for meta, data in self.executor.run(noted()):
+            job = asked.popleft()
+            if "first" in job:
+                self._hold(job)
+            yield job, meta, data
+
+    def _stage(self, job: Meta, answer: Tree) -> None:
+        """Stage the rows that a chunk brings, or has left in slots."""
+        if "to" in job:
+            self._store(job).stage_slots(job["ids"], job["to"])
+        else:
+            self.record.stage(job["ids"], answer.pop("rows"))
+
+    def _hold(self, job: Meta) -> None:
+        """Remember the initial rows that a chunk has computed, not to compute them again."""
+        self._store(job).hold([i for i, slot in zip(job["ids"], job["slots"]) if slot < 0], job["first"])
+
+    def _store(self, job: Meta) -> ClientStore:
+        return self.record.stores[self._tables[job["table"]][0]]
+
     def keep(self) -> None:
-        """Put the clients' new rows into the store."""
-        for ids, old, new in self._trained:
-            self._replaced.append((ids, old))
-            self.record.put(ids, new)
+        """Let the clients' new rows replace those they had."""
+        self.record.accept()
         for ids, told in self._own_told:
             self._keep_own(ids, told)
-        self._trained, self._own_told = [], []
+        self._own_told = []
 
     def take_back(self) -> None:
-        """Put the rows back that `keep` has replaced."""
-        for ids, old in self._replaced:
-            self.record.put(ids, old)
-        self._trained, self._replaced = [], []
+        """Let clients have the rows again that they had before the round."""
+        self.record.undo()
 
     def announce(self, news: Tree, ledger: Ledger) -> None:
         """Count what every client would be sent; all share the record's common state."""
@@ -185,21 +240,21 @@ class LocalTransport:
         part = getattr(self.data, self.settings.evaluate_part)
         load = part if way.model == "received" else self.data.train
         do = "after" if way.model == "trained" else "evaluate"
-        jobs = self._jobs(do, t, chosen, ledger, {i: len(load[i]) for i in chosen}, Direction.EVALUATE)
-        jobs = [replace(job, meta={**job.meta, "way": way}) for job in jobs]
-        once = way.model == "received" and self._one_for_all(jobs, [part[i] for i in chosen])
-        if once:
-            jobs = [replace(jobs[0], meta={**jobs[0].meta, "ids": jobs[0].meta["ids"][:1]})]
+        groups = self._groups(do, t, chosen, ledger, {i: len(load[i]) for i in chosen}, way)
         sums: dict[str, dict[int, float]] = {}
         got, pool = MeasuredClients(sums), dict[int, tuple[Tensor, Tensor]]()
-        for job, (meta, data) in zip(jobs, self.executor.run(jobs)):
-            ids = job.meta["ids"]
+        for job, meta, data in self._results(self._jobs(do, t, groups, lambda _: {"way": way})):
+            ids = job["ids"]
             for name, values in data["sums"].items():
-                told = dict.fromkeys(chosen, float(values[0])) if once else dict(zip(ids, values.tolist()))
-                sums.setdefault(name, {}).update(told)
-            _add(got, ids, meta, chosen if once else None)
+                sums.setdefault(name, {}).update(zip(ids, values.tolist()))
+            _add(got, ids, meta)
             for i, y, scores in zip(meta.get("gathered", ()), *_split(data, meta)):
                 pool[i] = y, scores
+        tables: list[dict[int, Any]] = [*sums.values(), *got.metrics.values(), *got.left_out.values()]
+        if len(pool) > 1:  # otherwise any number of copies has the metrics of one
+            tables.append(pool)
+        for group in groups:
+            _tell_alike(group.alike, tables)
         got.pooled = self._pooled([pool[i] for i in sorted(pool)])
         return got
 
@@ -262,56 +317,176 @@ class LocalTransport:
             rest -= set(again) - lost
         return rest
 
-    def _one_for_all(self, jobs: list[Job], held: Sequence[np.ndarray[Any, Any]]) -> bool:
-        """Whether clients have one model and one test set: nothing of their own, no names of their own for classes."""
-        if len(self.capacities) > 1 or any(tree.leaves((job.data["rows"], job.data["own"])) for job in jobs):
-            return False
-        plan = self.engine.able.adapts.personal_plan(self.engine.model(self.capacities[0]))
-        return not plan and self.data.relabel is None and all(np.array_equal(rows, held[0]) for rows in held)
-
     # ------------------------------------------------------------------------------------------------ chunks
 
-    def _jobs(
-        self, do: str, t: int, ids: Sequence[int], ledger: Ledger, load: dict[int, int], direction: Direction
-    ) -> list[Job]:
-        """Cut clients into chunks of one capacity, the largest first so that a chunk wastes little on empty slots."""
-        jobs, now = [], {i: self.record.capacity(i) for i in ids}
+    def _groups(
+        self,
+        do: str,
+        t: int,
+        ids: Sequence[int],
+        ledger: Ledger,
+        load: Mapping[int, int],
+        way: JudgedModel | None = None,
+    ) -> list[ClientGroup]:
+        """Clients by capacity, the largest first so that a chunk wastes little on empty slots, with their downloads.
+
+        Args:
+            way: how they are judged; None where they train.
+        """
+        groups, now = [], {i: self.record.capacity(i) for i in ids}
         for c, capacity in enumerate(self.capacities):
             mine = in_order([i for i in ids if now[i] == capacity], load)
-            if not mine:
-                continue
-            own = self._download(do, t, c, mine, ledger, direction)
-            size = chunk_size(self.engine.mapping, len(mine), self.parameters, self.settings.chunk)
-            for k in range(0, len(mine), size):
-                who = mine[k : k + size]
-                data = {"rows": self.record.take(who), "own": tree.take(own, slice(k, k + size))}
-                jobs.append(Job({"do": do, "round": t, "capacity": c, "ids": who}, data, f"{do}-{c}"))
-        return jobs
+            if mine and way is None:
+                groups.append(self._training(do, t, c, mine, ledger))
+            elif mine and way is not None:
+                groups.append(self._judging(do, t, c, mine, ledger, way))
+        return groups
 
-    def _download(self, do: str, t: int, c: int, ids: list[int], ledger: Ledger, direction: Direction) -> Tree:
-        """Ask the method for a download, pass it through the codecs, count it, and share it with the workers."""
-        able, capacity = self.engine.able, self.capacities[c]
-        down = able.download(self.record.server, torch.tensor(ids), capacity, t, use=do == "evaluate")
-        codecs = able.coded.codecs(t)
-        shared, coded = wire.roundtrip(down.shared, codecs)
-        own = down.own
+    def _training(self, do: str, t: int, c: int, ids: list[int], ledger: Ledger) -> ClientGroup:
+        """Clients of one capacity that train; all of their downloads are made at once."""
+        own, alike, single = self._download(do, t, c, ids)
+        ledger.add_names(Direction.DOWN, alike, times=len(ids))
+        ledger.add_names(Direction.DOWN, single)
+        self._down[self.capacities[c]] = sum(alike.values()) + sum(single.values()) / len(ids)
+        size = chunk_size(self.engine.mapping, len(ids), self.parameters, self.settings.chunk)
+        return ClientGroup(c, ids, range(0, len(ids), size), lambda chunk: tree.take(own, chunk))
+
+    def _judging(self, do: str, t: int, c: int, ids: list[int], ledger: Ledger, way: JudgedModel) -> ClientGroup:
+        """Clients of one capacity that are judged, by what the first of them has and receives.
+
+        There may be many more of them than ever train at a time: what single clients receive is made for some of them
+        after the other.
+        """
+        mine, alike, _ = self._download(do, t, c, ids[:1])
+        ledger.add_names(Direction.EVALUATE, alike, times=len(ids))
+        row, part = self.record.take(ids[:1]), self.settings.evaluate_part
+        capacity, common = self.capacities[c], self.record.common
+        if self.engine.judges_together(capacity, t, ids, row, self._shared[c], mine, common, part, way):
+            same = self._alike(ids)
+            cuts = self._pooled_cuts(list(same))
+            return ClientGroup(c, list(same), cuts, lambda _: mine, together=True, alike=same)
+        size, each = self.settings.chunk, tree.nbytes(mine)
+        if size is None:
+            most = max(1, CHUNK_BYTES // max(1, each + tree.nbytes(row)))
+            size = min(most, chunk_size(self.engine.mapping, len(ids), self.parameters, None))
+        block = size * max(1, OWN_BYTES // max(1, each * size))
+        made: dict[int, Tree] = {}
+
+        def own(chunk: slice) -> Tree:
+            first, at = divmod(chunk.start, block)
+            if first not in made:
+                made.clear()
+                made[first], single = self._own(do, t, capacity, ids[first * block : (first + 1) * block])
+                ledger.add_names(Direction.EVALUATE, single)
+            rows: Tree = tree.take(made[first], slice(at, at + chunk.stop - chunk.start))
+            return rows
+
+        return ClientGroup(c, ids, range(0, len(ids), size), own if each else lambda _: mine)
+
+    def _alike(self, ids: Sequence[int]) -> dict[int, list[int]]:
+        """Clients with one model by the first that has the same test set: it alone needs to be judged."""
+        part, relabel = getattr(self.data, self.settings.evaluate_part), self.data.relabel
+        found: dict[tuple[bytes, bytes], list[int]] = {}
+        for i in ids:
+            names = b"" if relabel is None else relabel[i].numpy().tobytes()
+            found.setdefault((part[i].tobytes(), names), []).append(i)
+        return {same[0]: same for same in found.values()}
+
+    def _pooled_cuts(self, ids: Sequence[int]) -> Sequence[int]:
+        """Where chunks of clients with one model begin: by their examples, unless the configuration says how many."""
+        if self.settings.chunk is not None:
+            return range(0, len(ids), self.settings.chunk)
+        part, cuts, filled = getattr(self.data, self.settings.evaluate_part), [0], 0
+        for k, i in enumerate(ids):
+            if filled and filled + len(part[i]) > POOLED_ROWS:
+                cuts.append(k)
+                filled = 0
+            filled += len(part[i])
+        return cuts
+
+    def _jobs(self, do: str, t: int, groups: Sequence[ClientGroup], told: Callable[[list[int]], Meta]) -> Iterator[Job]:
+        """Chunks of clients; their rows are taken from the store when a chunk is handed out."""
+        for group in groups:
+            for chunk in group.chunks():
+                ids = group.ids[chunk]
+                meta = {"do": do, "round": t, "capacity": group.capacity, "ids": ids, "together": group.together}
+                where, rows = self._rows_of(do, ids)
+                yield Job(meta | where | told(ids), {**rows, "own": group.own(chunk)}, f"{do}-{group.capacity}")
+
+    def _rows_of(self, do: str, ids: list[int]) -> tuple[Meta, Tree]:
+        """How a chunk has its clients' rows: by their slots in a table, or they travel with the job.
+
+        Training leaves new rows in slots of their own (`to`); initial ones that are computed to be judged are left too.
+        """
+        found = self.record.in_place(ids)
+        if found is None:
+            return {}, {"rows": self.record.take(ids, self.executor.empty)}
+        number, store = found
+        slots = store.slots(ids)
+        where: Meta = {"table": number, "slots": slots}
+        if do == "train":
+            where["to"] = store.reserve(len(ids))
+        elif first := store.reserve(sum(slot < 0 for slot in slots)):
+            where["first"] = first
+        return where, {}
+
+    def _taken(self, meta: Meta, data: Tree) -> Tree:
+        """The rows of a chunk's clients; who has none yet begins, in the worker."""
+        if "slots" not in meta:
+            rows: Tree = data["rows"]
+            return rows
+        capacity, table = self._tables[meta["table"]]
+        assert table is not None
+        rows, left = table.gather(meta["slots"]), iter(meta.get("first", ()))
+        for k, (i, slot) in enumerate(zip(meta["ids"], meta["slots"])):
+            if slot < 0:
+                state = tree.map(lambda a: a[None], self.engine.begin(capacity, i))
+                tree.map(lambda row, a, k=k: row[k : k + 1].copy_(a), rows, state)
+                if (to := next(left, None)) is not None:
+                    table.scatter([to], state)
+        return rows
+
+    def _left(self, meta: Meta, rows: Tree) -> Tree:
+        """Leave new rows in their slots; what of them must travel."""
+        if "to" not in meta:
+            return {"rows": rows}
+        table = self._tables[meta["table"]][1]
+        assert table is not None
+        table.scatter(meta["to"], rows)
+        return {}
+
+    def _download(self, do: str, t: int, c: int, ids: list[int]) -> tuple[Tree, dict[str, int], dict[str, int]]:
+        """Ask the method for a download, pass it through the codecs, and share what is for all with the workers.
+
+        Returns the rows for single clients, and the bytes of what each receives in common and of those rows, by name.
+        """
+        capacity = self.capacities[c]
+        down = self.engine.able.download(self.record.server, torch.tensor(ids), capacity, t, use=do == "evaluate")
+        shared, coded = wire.roundtrip(down.shared, self.engine.able.coded.codecs(t))
+        self._shared[c] = shared
+        self.executor.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
+        own, single = self._coded_own(t, down.own)
+        return own, wire.count(shared, coded), single
+
+    def _own(self, do: str, t: int, capacity: Capacity, ids: list[int]) -> tuple[Tree, dict[str, int]]:
+        """What single clients receive, as it comes out of the codecs, and its bytes by name."""
+        down = self.engine.able.download(self.record.server, torch.tensor(ids), capacity, t, use=do == "evaluate")
+        return self._coded_own(t, down.own)
+
+    def _coded_own(self, t: int, own: Tree) -> tuple[Tree, dict[str, int]]:
+        codecs = self.engine.able.coded.codecs(t)
         more: dict[str, Tensor] = {}
         if codecs.keys() & own.keys():
             own, more = torch.func.vmap(lambda row: wire.roundtrip(row, codecs))(own)
-        alike, single = wire.count(shared, coded), wire.count(own, {k: v.sum() for k, v in more.items()})
-        ledger.add_names(direction, alike, times=len(ids))
-        ledger.add_names(direction, single)
-        self._down[capacity] = sum(alike.values()) + sum(single.values()) / len(ids)
-        self._shared[c] = shared
-        self.executor.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
-        return own
+        return own, wire.count(own, {k: v.sum() for k, v in more.items()})
 
     def _handle(self, meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
         """One chunk of clients; runs in a worker process (or in this one)."""
         capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
-        args = (capacity, t, ids, data["rows"], broadcast["shared"], data["own"], broadcast["common"])
+        args = (capacity, t, ids, self._taken(meta, data), broadcast["shared"], data["own"], broadcast["common"])
         if meta["do"] in ("evaluate", "after"):
-            return _told(self.engine.evaluate(*args, part=self.settings.evaluate_part, way=JudgedModel(*meta["way"])))
+            judge = self.engine.evaluate_together if meta["together"] else self.engine.evaluate
+            return _told(judge(*args, part=self.settings.evaluate_part, way=JudgedModel(*meta["way"])))
         able, answer = self.engine.able, self.engine.update(*args, keep_raw=meta["own"])
         if not (tree.all_finite(answer.rows) and tree.all_finite(answer.sent)):
             parts = [(i, tree.take((answer.rows, answer.sent), k)) for k, i in enumerate(ids)]
@@ -336,20 +511,20 @@ class LocalTransport:
             measured = [defence.measure(able, tree.take(sent, k), down) for k, down in enumerate(downs)]
             facts["measured"] = [one.values for one in measured]
             if not all(one.known(meta["bounds"]) for one in measured):
-                return facts | {"held": True}, {"rows": answer.rows, "sent": sent._asdict(), "own": own}
+                return facts | {"held": True}, {**self._left(meta, answer.rows), "sent": sent._asdict(), "own": own}
             judged = defence.judge(able, names, sent, downs, measured, meta["bounds"])
             sent, facts["cut"] = judged.sent, list(judged.cut.items())
         total = partial_sum(able, sent, broadcast["shared"], capacity)
         facts["weights"] = sent.weight.tolist()
-        return facts, {"rows": answer.rows, "total": total, "each": sent.each}
+        return facts, {**self._left(meta, answer.rows), "total": total, "each": sent.each}
 
     def _arrived(self, t: int, ids: list[int], sent: Sent, shared: Tree, own: Tree) -> Sent:
         """Uploads of a chunk as they reach the server: as they were sent, unless a study lets some clients lie."""
         return sent
 
-    def _judged_late(self, job: Job, meta: Meta, answer: Tree, bounds: Bounds) -> tuple[Meta, Tree]:
+    def _judged_late(self, job: Meta, meta: Meta, answer: Tree, bounds: Bounds) -> tuple[Meta, Tree]:
         """A chunk that had to wait until its whole round was in, judged and added up."""
-        c, able, sent = job.meta["capacity"], self.engine.able, Sent(**answer["sent"])
+        c, able, sent = job["capacity"], self.engine.able, Sent(**answer["sent"])
         downs = defence.downloads(self._shared[c], answer["own"], len(meta["answered"]))
         measured = [Measured(values) for values in meta["measured"]]
         judged = defence.judge(able, meta["answered"], sent, downs, measured, bounds)
@@ -395,16 +570,20 @@ def _split(data: Tree, meta: Meta) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     return data["pool"]["y"].split(meta["sizes"]), data["pool"]["scores"].split(meta["sizes"])
 
 
-def _add(got: MeasuredClients, ids: list[int], meta: Meta, everybody: Sequence[int] | None) -> None:
-    """Add the metrics of a chunk; `everybody` has those of its first client, where all have one model and test set."""
+def _add(got: MeasuredClients, ids: list[int], meta: Meta) -> None:
+    """Add the metrics of a chunk."""
     for name, values in meta["metrics"].items():
-        told = dict.fromkeys(everybody, values[0]) if everybody is not None else dict(zip(ids, values))
-        got.metrics.setdefault(name, {}).update({i: v for i, v in told.items() if v == v})
+        got.metrics.setdefault(name, {}).update({i: v for i, v in zip(ids, values) if v == v})
     for name, why in meta["left_out"].items():
-        some = {int(i): text for i, text in why.items()}
-        if everybody is not None:
-            some = dict.fromkeys(everybody, next(iter(some.values())))
-        got.left_out.setdefault(name, {}).update(some)
+        got.left_out.setdefault(name, {}).update({int(i): text for i, text in why.items()})
+
+
+def _tell_alike(alike: Mapping[int, Sequence[int]], tables: Sequence[dict[int, Any]]) -> None:
+    """Give clients with one model and test set what was found of the first of them."""
+    for first, same in alike.items():
+        for table in tables:
+            if len(same) > 1 and first in table:
+                table.update(dict.fromkeys(same, table[first]))
 
 
 def _by_text(left_out: dict[str, dict[int, str]]) -> dict[str, dict[str, str]]:

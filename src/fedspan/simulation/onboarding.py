@@ -222,7 +222,8 @@ def _download(simulation: Simulation) -> tuple[Capacity, Tree, int]:
 
 
 def _engine(s: Simulation, data: FederatedData) -> Engine:
-    return Engine(s.method, s.task, data, s.seed, s.engine.batch_size, s.settings.epochs, "loop")
+    args = s.method, s.task, data, s.seed, s.engine.batch_size, s.settings.epochs
+    return Engine(*args, "loop", precision=s.settings.precision)
 
 
 def _visits(s: Simulation) -> int:

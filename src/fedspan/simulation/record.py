@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedspan import tree
 from fedspan.data.digest import data_digest
-from fedspan.errors import FedspanError
+from fedspan.errors import ConfigError, FedspanError
 from fedspan.method import Capacity, Federation
 from fedspan.method.fields import flat
 from fedspan.method.promises import need_tensors
@@ -31,6 +33,8 @@ from fedspan.storage.checkpoint import Loaded, RunDirectory
 from fedspan.storage.client_history import ClientHistory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.format_number import FORMAT, check_format
+from fedspan.storage.row_table import Empty, RowTable, uninitialised
+from fedspan.storage.tree_file import BLOCK_BYTES
 from fedspan.tree import Tree
 from fedspan.wire import Ledger
 
@@ -228,19 +232,55 @@ class Record:
         """One client's private state."""
         return self.stores[self.federation.capacities[client]].row(client)
 
-    def take(self, ids: Sequence[int]) -> Tree:
-        """The private states of some clients, stacked in that order."""
+    def take(self, ids: Sequence[int], empty: Empty = uninitialised) -> Tree:
+        """The private states of some clients, stacked in that order, in tensors that `empty` gives."""
         groups = self._grouped(ids)
         if len(groups) == 1:
-            return self.stores[next(iter(groups))].take(ids)
+            return self.stores[next(iter(groups))].take(ids, empty)
         rows: Tree = tree.stack([self.row(i) for i in ids])
         return rows
 
     def put(self, ids: Sequence[int], rows: Tree) -> None:
         """Replace their private states by the rows of a stacked tree."""
+        for store, mine, part in self._parts(ids, rows):
+            store.put(mine, part)
+
+    def stage(self, ids: Sequence[int], rows: Tree) -> None:
+        """Hold new private states until the round they come from is accepted."""
+        for store, mine, part in self._parts(ids, rows):
+            store.stage(mine, part)
+
+    def accept(self) -> None:
+        """Let the states that were staged replace those clients had."""
+        for store in self.stores.values():
+            store.accept()
+
+    def undo(self) -> None:
+        """Go back to the private states before the last round, accepted or not."""
+        for store in self.stores.values():
+            store.undo()
+
+    def settle(self) -> None:
+        """Give up the way back."""
+        for store in self.stores.values():
+            store.settle()
+
+    def _parts(self, ids: Sequence[int], rows: Tree) -> Iterator[tuple[ClientStore, list[int], Tree]]:
+        """Stacked rows by the stores they belong to."""
         for c, at in self._grouped(ids).items():
             part = rows if len(at) == len(ids) else tree.take(rows, torch.tensor(at))
-            self.stores[c].put([ids[k] for k in at], part)
+            yield self.stores[c], [ids[k] for k in at], part
+
+    def in_place(self, ids: Sequence[int]) -> tuple[int, ClientStore] | None:
+        """The store whose table has the rows of all these clients, and its number; None if they must travel."""
+        kinds = list(self.stores)
+        found = [kinds.index(c) for c in self._grouped(ids)]
+        return (found[0], self.stores[kinds[found[0]]]) if len(found) == 1 and self.tables[found[0]] else None
+
+    @property
+    def tables(self) -> list[RowTable | None]:
+        """Of every store the rows that workers can read and write in place."""
+        return [store.table for store in self.stores.values()]
 
     def _grouped(self, ids: Sequence[int]) -> dict[Capacity, list[int]]:
         """Places in `ids` by store: what clients can afford may differ where what they have now does not."""
@@ -250,14 +290,40 @@ class Record:
         return found
 
     def digest(self) -> str:
-        """SHA-256 of the server's state and, where they are here, every client's."""
-        rows = {"clients": {str(i): self.row(i) for i in range(self.federation.clients)}} if self.stores else {}
-        return tree.digest({"server": self.server, "common": self.common, **rows})
+        """SHA-256 of the server's state and, where they are here, every client's: `tree.digest` of all of them."""
+        rest = sorted(tree.items({"server": self.server, "common": self.common}))
+        return tree.digest_of(chain(self._client_items(), rest))
+
+    def _client_items(self) -> Iterator[tuple[str, Tensor]]:
+        """Every client's private state by paths in their order, read from the store a few MiB at a time."""
+        if not self.stores:
+            return
+        ids = sorted(range(self.federation.clients), key="{}/".format)  # as the paths are sorted
+        widest = max(store.row_bytes for store in self.stores.values())
+        step = max(1, BLOCK_BYTES // max(1, widest))
+        for start in range(0, len(ids), step):
+            some = ids[start : start + step]
+            held: dict[int, Tree] = {}
+            for c, at in self._grouped(some).items():
+                mine = [some[k] for k in at]
+                rows = self.stores[c].take(mine)
+                held |= {i: tree.take(rows, k) for k, i in enumerate(mine)}
+            for i in some:
+                yield from sorted(tree.items({"clients": {str(i): held[i]}}))
 
     def _store(self, engine: Engine, capacity: Capacity) -> ClientStore:
         members = [i for i, c in enumerate(self.federation.capacities) if c == capacity]
         directory = None if self.directory is None or self.read_only else self.directory.path
-        return ClientStore(partial(engine.begin, capacity), members, self.settings.memory_mb << 20, directory)
+        memory = self.settings.memory_mb << 20
+        share = memory * len(members) // self.federation.clients  # it is for the clients of all capacities together
+        store = ClientStore(partial(engine.begin, capacity), members, share, directory)
+        if store.row_bytes > memory:
+            least = -(-store.row_bytes >> 20)
+            raise ConfigError(
+                f"Train: memory_mb must hold the state of one client, which is {store.row_bytes / 2**20:.1f} MB; set it"
+                f" to {least} at least. Got {self.settings.memory_mb}."
+            )
+        return store
 
     def _cut_metrics(self, length: int) -> list[dict[str, Any]]:
         """The metrics of the rounds that are in the checkpoint; later lines belong to rounds that will be repeated."""

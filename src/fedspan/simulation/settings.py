@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from fedspan.method.fields import AtLeast1, Count, Fraction, NonNegative, Share, check
+from fedspan.errors import ConfigError
+from fedspan.learn.precision import Precision
+from fedspan.method.fields import AtLeast1, Count, Fraction, NonNegative, Share, build, check
 from fedspan.randomness import generator
 
 
@@ -41,8 +44,8 @@ class Settings:
     """Whether a client that does not answer has trained, and keeps what it learnt, or was lost before it began."""
     on_divergence: Literal["stop", "halve"] = "stop"
     """What a run that diverges does: stop, or go back and halve the learning rate, three times at most."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """What numbers are computed in."""
+    precision: Precision = "float32"
+    """What numbers are computed in; `bf16` computes the products of training passes in 16 bits, all else in float32."""
     mapping: Literal["auto", "vmap", "folded", "loop"] = "auto"
     """Whether clients are computed together (`vmap`, or `folded` into one batch) or one after another (`loop`);
     `auto` chooses by the model alone."""
@@ -64,8 +67,27 @@ class Settings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What numbers are computed in."""
-        return torch.float64 if self.dtype == "float64" else torch.float32
+        """What weights, data and everything sent are kept in."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+
+def settings_from(values: Mapping[str, Any], who: str) -> Settings:
+    """Settings from the keys of a section; `dtype`, which `precision` has replaced, still says float32 or float64.
+
+    Raises:
+        ConfigError: for unknown keys and wrong values, or if `dtype` and `precision` contradict one another.
+    """
+    given = dict(values)
+    if "dtype" in given:
+        old = given.pop("dtype")
+        if old not in ("float32", "float64"):
+            raise ConfigError(f"{who}: dtype must be one of 'float32', 'float64'. Got {old!r}; use precision instead.")
+        if (new := given.setdefault("precision", old)) != old:
+            raise ConfigError(
+                f"{who}: dtype and precision must say the same. Got {old!r} and {new!r}; leave out dtype, which"
+                " precision has replaced."
+            )
+    return build(Settings, given, who)
 
 
 def sample(clients: int, settings: Settings, seed: int, t: int) -> list[int]:

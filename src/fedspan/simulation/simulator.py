@@ -21,13 +21,17 @@ from fedspan.data.client_objects import federate
 from fedspan.data.describe import label_counts
 from fedspan.data.federated import FederatedData, shape_of
 from fedspan.errors import ConfigError, DataError
+from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.losses import IGNORED, kind_of_labels
 from fedspan.learn.metrics import check_metrics
+from fedspan.learn.precision import Precision, training_in
+from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import Federation, Method
-from fedspan.method.fields import build, flat
+from fedspan.method.fields import flat
 from fedspan.methods import name_of
+from fedspan.randomness import key
 from fedspan.simulation import warnings
 from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices
@@ -37,7 +41,7 @@ from fedspan.simulation.local_transport import LocalTransport
 from fedspan.simulation.protocols import EvaluationSettings, evaluation_settings
 from fedspan.simulation.record import Record
 from fedspan.simulation.result import Result
-from fedspan.simulation.settings import Settings
+from fedspan.simulation.settings import Settings, settings_from
 from fedspan.tree import Tree
 
 LABEL_CELLS = 100_000  # clients times classes; beyond that a picture would show nothing, and the result would swell
@@ -83,10 +87,11 @@ class Simulation(RoundDriver):
         check_metrics(judging.found(), task.kind, self.data.classes)
         size = None if s.batch_size == "full" else s.batch_size
         steps = s.epochs * (1.0 if size is None else math.ceil(float(np.mean(self.data.sizes)) / size))
-        self.mapping, fallback = _mapping(task, self.data, s.mapping, steps)
+        self.mapping, fallback = _mapping(task, self.data, s, steps)
         # Logits of a row are as many as tokens times the vocabulary: no more rows at once than in training.
-        held_out = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
-        engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **held_out, judging=judging)
+        how: dict[str, Any] = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
+        how |= {"judging": judging, "precision": s.precision}
+        engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **how)
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
@@ -166,7 +171,7 @@ def simulate(
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else federate(clients, seed=seed)
-    chosen = build(Settings, settings, "simulate")
+    chosen = settings_from(settings, "simulate")
     if not isinstance(model, Task):
         dtype = chosen.torch_dtype
         kind = kind_of_labels(data.y, getattr(data, "task", None))
@@ -196,22 +201,25 @@ def check(method: Method, task: Task, data: FederatedData, settings: Settings) -
         )
     for member in task.kinds.values() or [task]:
         _try(member, data)
+        if settings.precision == "bf16":
+            _try_bf16(member, data)
     if method.about.needs_classes:
         class_matrix(task, type(method).__name__)
 
 
-def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[Way, list[str]]:
+def _mapping(task: Task, data: FederatedData, settings: Settings, steps: float) -> tuple[Way, list[str]]:
     """How clients are computed, and a note where a model that should be mapped cannot be.
 
     Raises:
         ConfigError: if `vmap` or `folded` is asked for and cannot be had.
     """
+    mode = settings.mapping
     mapping = choose_mapping(task, mode, steps)
     if mapping == "loop":
         return mapping, []
-    fault = _fault(task, data, mapping)
+    fault = _fault(task, data, mapping, settings.precision)
     if fault is not None and mode == "auto" and mapping == "folded":  # what cannot be folded may be mapped
-        mapping, fault = "vmap", _fault(task, data, "vmap")
+        mapping, fault = "vmap", _fault(task, data, "vmap", settings.precision)
     if fault is None:
         return mapping, []
     if mode != "auto":
@@ -221,10 +229,11 @@ def _mapping(task: Task, data: FederatedData, mode: str, steps: float) -> tuple[
     return "loop", [f"Clients are computed one after another, as the model cannot be mapped over them: {fault}."]
 
 
-def _fault(task: Task, data: FederatedData, way: Way) -> str | None:
+def _fault(task: Task, data: FederatedData, way: Way, precision: Precision) -> str | None:
     """Why one of the models cannot be computed for many clients at once in this way; None if all can."""
     rows = _two_rows(data)
-    found = (mapping_fault(m, tree.take(data.x, rows), data.y[rows], way) for m in task.kinds.values() or [task])
+    x, y = tree.take(data.x, rows), data.y[rows]
+    found = (mapping_fault(m, x, y, way, precision) for m in task.kinds.values() or [task])
     return next((fault for fault in found if fault is not None), None)
 
 
@@ -257,6 +266,20 @@ def _try(task: Task, data: FederatedData) -> None:
         raise ConfigError(f"Task: a survival model must have 1 output, the risk. Got {output[0].numel()}.")
     _check_labels(task, data)
     task.example_loss(output, data.y[rows])  # a batch of two tells a value per example from one of the batch
+
+
+def _try_bf16(task: Task, data: FederatedData) -> None:
+    """Refuse a model whose training pass cannot be computed in bf16."""
+    rows = _two_rows(data)
+    batch = Batch(tree.take(data.x, rows), data.y[rows], None, key(0, "bf16"), 0)
+    try:
+        with training_in("bf16"):
+            sgd(task.loss, task.init(), [batch], 0.0)
+    except (RuntimeError, NotImplementedError) as e:
+        raise ConfigError(
+            f"Task: the model cannot be trained in bf16 ({str(e).splitlines()[0][:160]}); run with"
+            " train.precision='float32'."
+        ) from None
 
 
 def _check_labels(task: Task, data: FederatedData) -> None:

@@ -3,7 +3,8 @@
 What handles the chunks is sent to them once, by value, over a pipe that only their parent can write to: cloudpickle
 takes lambdas and classes of a script or notebook too, so that the script is not run again in every worker, and needs
 no `if __name__ == "__main__"`. Large tensors lie in files that all workers map, each with changes of its own only.
-Jobs and answers travel over loopback sockets as they do between forks: JSON and safetensors bytes, never a pickle.
+Jobs and answers are told over loopback sockets as they are to forks, in JSON, and their trees lie in the same shared
+memory, whose descriptor a worker inherits; on Windows they travel as safetensors bytes. Never a pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,12 @@ from fedspan.simulation.workers import (
     WorkerProcess,
     interrupts_held,
     serve,
+    several,
 )
+from fedspan.storage.row_table import RowTable
 from fedspan.tree import Tree
 from fedspan.wire import framing
+from fedspan.wire.job_channel import Broadcasts, JobChannel, WorkerChannel
 
 LARGE = 1 << 20
 """Bytes from which a tensor is put into a file that all workers map, rather than sent to each."""
@@ -103,15 +107,17 @@ class SpawnedPool(Pool):
         super().__init__(handler, workers, told)
         self.patience = patience
         self._sent: bytes | None = None
+        self._tables: list[int] = []  # descriptors of tables that what is sent refers to
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
         """Results of all jobs, in order, as soon as each and all before it are done.
 
         Raises:
             WorkerDied: if a job has ended several workers, one after another.
         """
-        if len(jobs) > 1 and self.patience <= 0.0 and not self._processes:
+        many, jobs = several(jobs)
+        if many and self.patience <= 0.0 and not self._processes:
             try:
                 self._fill()
             except CannotStart as e:
@@ -154,7 +160,7 @@ class SpawnedPool(Pool):
                 self._launch(number, door, body, coming)
                 until, ended = time.monotonic() + MOST_SECONDS, 0
                 while coming:
-                    if (process := _welcome(door, coming)) is not None:
+                    if (process := _welcome(door, coming, self._broadcasts)) is not None:
                         ready.append(process)
                         continue
                     gone = [token for token, popen in coming.items() if popen.poll() is not None]
@@ -181,10 +187,11 @@ class SpawnedPool(Pool):
         self, number: int, door: socket.socket, body: bytes, coming: dict[bytes, subprocess.Popen[bytes]]
     ) -> None:
         """Start processes, then tell each where its parent is and what it needs."""
-        new = {secrets.token_bytes(HELLO): _process() for _ in range(number)}
+        memory = [] if self._descriptor is None else [self._descriptor]
+        new = {secrets.token_bytes(HELLO): _process([*memory, *self._tables]) for _ in range(number)}
         coming |= new
         assert self._folder is not None
-        where = {"port": door.getsockname()[1], "folder": self._folder.name}
+        where = {"port": door.getsockname()[1], "folder": self._folder.name, "memory": self._descriptor}
         about = {"path": sys.path, "bytes": len(body), "torch": _numerics(), **where}
         for token, popen in new.items():
             assert popen.stdin is not None
@@ -202,8 +209,9 @@ class SpawnedPool(Pool):
             # Windows does not remove what a dying worker still maps.
             self._folder = tempfile.TemporaryDirectory(prefix="fedspan-", ignore_cleanup_errors=True)
             stream = io.BytesIO()
+            pickler = _Pickler(stream, Path(self._folder.name))
             try:
-                _Pickler(stream, Path(self._folder.name)).dump(self.handler)
+                pickler.dump(self.handler)
             except OSError:  # the disk is full
                 self._folder.cleanup()
                 raise
@@ -213,19 +221,22 @@ class SpawnedPool(Pool):
                     "Simulator: method, model or loss cannot be sent to workers"
                     f" ({type(e).__name__}: {e}); keep open files, locks and generators out of them."
                 ) from None
-            self._sent = stream.getvalue()
+            self._sent, self._tables = stream.getvalue(), pickler.descriptors
         return self._sent
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Takes an object apart; large tensors go into files of a folder."""
+    """Takes an object apart; large tensors go into files of a folder, tables of rows are handed on by descriptor."""
 
     def __init__(self, stream: io.BytesIO, folder: Path) -> None:
         super().__init__(stream)
         self.folder, self.files = folder, 0
+        self.descriptors: list[int] = []
 
     def reducer_override(self, obj: Any) -> Any:
         """How to rebuild a large tensor: map its file."""
+        if isinstance(obj, RowTable) and obj.descriptor is not None:
+            self.descriptors.append(obj.descriptor)
         if type(obj) is not Tensor or not _worth_a_file(obj):
             return super().reducer_override(obj)
         path, self.files = self.folder / str(self.files), self.files + 1
@@ -243,15 +254,17 @@ def _mapped(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_file(path, shared=False, size=math.prod(shape), dtype=dtype).view(shape)
 
 
-def _process() -> subprocess.Popen[bytes]:
-    """An interpreter that waits for what to do; Ctrl-C is its parent's to handle."""
+def _process(descriptors: list[int]) -> subprocess.Popen[bytes]:
+    """An interpreter that waits for what to do and has these descriptors too; Ctrl-C is its parent's to handle."""
     command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-c", _BEGIN]
     group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # how Windows keeps Ctrl-C from it
     with interrupts_held():  # which it inherits
-        return subprocess.Popen(command, stdin=subprocess.PIPE, creationflags=group)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, creationflags=group, pass_fds=descriptors)
 
 
-def _welcome(door: socket.socket, coming: dict[bytes, subprocess.Popen[bytes]]) -> SpawnedProcess | None:
+def _welcome(
+    door: socket.socket, coming: dict[bytes, subprocess.Popen[bytes]], broadcasts: Broadcasts
+) -> SpawnedProcess | None:
     """The next worker that comes to the door within a fifth of a second; strangers are sent away.
 
     Raises:
@@ -279,7 +292,7 @@ def _welcome(door: socket.socket, coming: dict[bytes, subprocess.Popen[bytes]]) 
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     popen = coming.pop(token)
-    return SpawnedProcess(sock, popen.pid, popen=popen)
+    return SpawnedProcess(WorkerChannel(sock, broadcasts), popen.pid, popen=popen)
 
 
 def _abandon(coming: dict[bytes, subprocess.Popen[bytes]], ready: list[SpawnedProcess]) -> None:
@@ -332,7 +345,7 @@ def begin(head: Meta, body: bytes) -> None:
         sock.sendall(bytes.fromhex(head["token"]))
         framing.send(sock, said)
         if not said:
-            serve(sock, handler)
+            serve(JobChannel(sock, head["memory"]), handler)
     os._exit(0)
 
 

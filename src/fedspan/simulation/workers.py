@@ -1,8 +1,9 @@
 """Executors: who runs the chunks of a round on one machine, this process or worker processes.
 
-Worker processes are forked once (or spawned, see `spawned_workers`), fed over sockets, one thread each: two
-single-threaded processes use two cores fully; threads would wait for each other (interpreter lock, page faults). Trees
-travel as safetensors bytes. With one worker everything runs in this process, which is also the way to debug.
+Worker processes are forked once (or spawned, see `spawned_workers`), one thread each: two single-threaded processes use
+two cores fully; threads would wait for each other (interpreter lock, page faults). Jobs and answers are told over
+sockets, their trees lie in memory that all of them share. With one worker everything runs in this process, which is
+also the way to debug.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import socket
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
+from fedspan import tree
 from fedspan.errors import ConfigError, FedspanError
 from fedspan.storage.malloc import keep_freed_memory
 from fedspan.tree import EMPTY, Tree
-from fedspan.wire import framing, pack, unpack
+from fedspan.wire.job_channel import Broadcasts, JobChannel, Letter, WorkerChannel
+from fedspan.wire.shared_memory import shared_memory
 
 Meta: TypeAlias = dict[str, Any]
 ChunkHandler: TypeAlias = Callable[[Meta, Tree, Tree], tuple[Meta, Tree]]
@@ -42,6 +46,12 @@ class Job:
     data: Tree = field(default_factory=dict)
     shared: str = ""
 
+
+JOBS_AHEAD = 2
+"""Jobs for each worker that exist at a time: the one it works on, and one made meanwhile for whoever is done first."""
+
+RESULTS_AHEAD = 8
+"""Jobs for each worker that are taken before the results of those ahead of them have been handed on."""
 
 MOST_DEATHS = 3
 """Workers that one job may end before it is given up."""
@@ -65,8 +75,15 @@ class Executor(Protocol):
         """Make a tree available to the jobs that name it; it replaces what had that name."""
         ...
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
-        """Results of all jobs, in order, as soon as each and all before it are done."""
+    def empty(self, like: Tree) -> Tree:
+        """Uninitialised tensors of these types and shapes, from where jobs need not copy them."""
+        ...
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
+        """Results of all jobs, in order, as soon as each and all before it are done.
+
+        A job is taken from `jobs` only when it is about to be done: few of them need to exist at a time.
+        """
         ...
 
     def close(self) -> None:
@@ -85,8 +102,13 @@ class InProcess:
         """Make a tree available to the jobs that name it; it replaces what had that name."""
         self._shared[name] = data
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
-        """Results of all jobs, in order."""
+    def empty(self, like: Tree) -> Tree:
+        """Uninitialised tensors of these types and shapes."""
+        found: Tree = tree.map(lambda t: torch.empty(t.shape, dtype=t.dtype), like)
+        return found
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
+        """Results of all jobs, in order; each job is taken when the one before it is done."""
         for job in jobs:
             yield self.handler(job.meta, job.data, self._shared.get(job.shared, EMPTY))
 
@@ -147,11 +169,10 @@ def executor_of(
 
 @dataclass
 class WorkerProcess:
-    """A process that answers jobs on a socket, as its parent sees it."""
+    """A process that answers jobs, as its parent sees it."""
 
-    sock: socket.socket
+    channel: WorkerChannel
     pid: int
-    has: set[str] = field(default_factory=set)  # names of the broadcasts it holds
     job: int | None = None  # the job it works on
     ended: bool = False
 
@@ -160,7 +181,7 @@ class WorkerProcess:
         if self.ended:
             return
         self.ended = True
-        self.sock.close()
+        self.channel.sock.close()
         self._kill()
 
     def _kill(self) -> None:
@@ -168,6 +189,85 @@ class WorkerProcess:
             os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+
+
+class JobWindow:
+    """The jobs of one `run`, taken from an iterable a few at a time.
+
+    Args:
+        most_open: how many may be taken that have no result.
+        most_ahead: how many may be taken whose results have not been handed on.
+    """
+
+    def __init__(self, jobs: Iterable[Letter], most_open: int, most_ahead: int) -> None:
+        self._source, self._most_open, self._most_ahead = enumerate(jobs), most_open, most_ahead
+        self._open: dict[int, Letter] = {}  # taken, and without a result
+        self._next: deque[int] = deque()  # of those: made, or to be repeated, and with no worker
+        self._deaths: Counter[int] = Counter()
+        self._done: dict[int, tuple[Meta, Tree]] = {}
+        self._handed_on = 0
+        self._taken: int | None = 0  # None: there are no more
+
+    def make(self) -> bool:
+        """Take one more job from the iterable, for later; whether there was one to be taken now."""
+        if self._taken is None or len(self._open) >= self._most_open:
+            return False
+        if self._taken - self._handed_on >= self._most_ahead:
+            return False
+        found = next(self._source, None)
+        if found is None:
+            self._taken = None
+            return False
+        self._taken += 1
+        self._open[found[0]] = found[1]
+        self._next.append(found[0])
+        return True
+
+    def take(self) -> tuple[int, Letter] | None:
+        """The next job to be done, and its number; None where there is none now."""
+        if not self._next and not self.make():
+            return None
+        k = self._next.popleft()
+        return k, self._open[k]
+
+    def answered(self, k: int) -> None:
+        """Note that job k is done, and needs not be held any more."""
+        del self._open[k]
+
+    def done(self, k: int, result: tuple[Meta, Tree]) -> None:
+        """Note the result of job k."""
+        self._done[k] = result
+
+    def repeat(self, k: int) -> int:
+        """Let job k be done again, first of all; how often that was asked for."""
+        self._next.appendleft(k)
+        self._deaths[k] += 1
+        return self._deaths[k]
+
+    def results(self) -> Iterator[tuple[Meta, Tree]]:
+        """Results that are there, in order, up to the first one that is not."""
+        while self._handed_on in self._done:
+            result = self._done.pop(self._handed_on)
+            self._handed_on += 1
+            yield result
+
+    @property
+    def busy(self) -> bool:
+        """Whether some job has been taken and has no result."""
+        return bool(self._open)
+
+
+def several(jobs: Iterable[Job]) -> tuple[bool, Iterable[Job]]:
+    """Whether there is more than one job, and all of them."""
+    rest = iter(jobs)
+    first = list(islice(rest, 2))
+
+    def every() -> Iterator[Job]:
+        while first:
+            yield first.pop(0)  # not to be held any longer
+        yield from rest
+
+    return len(first) > 1, every()
 
 
 class Pool(InProcess):
@@ -186,39 +286,45 @@ class Pool(InProcess):
     def __init__(self, handler: ChunkHandler, workers: int, told: Callable[[str], None] | None = None) -> None:
         super().__init__(handler)
         self.workers, self.told = workers, told
-        self._packed: dict[str, bytes] = {}
+        self._broadcasts = Broadcasts(shared_memory())
         self._processes: list[WorkerProcess] = []
 
     def share(self, name: str, data: Tree) -> None:
         """Make a tree available to the jobs that name it; it replaces what had that name."""
         super().share(name, data)
-        self._packed.pop(name, None)
-        for process in self._processes:
-            process.has.discard(name)
+        self._broadcasts.share(name, data)
 
-    def run(self, jobs: list[Job]) -> Iterator[tuple[Meta, Tree]]:
+    def empty(self, like: Tree) -> Tree:
+        """Uninitialised tensors of these types and shapes, in shared memory where there is any."""
+        memory = self._broadcasts.memory
+        return super().empty(like) if memory is None else memory.empty(like)
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
         """Results of all jobs, in order, as soon as each and all before it are done.
 
         Raises:
             WorkerDied: if a job has ended several workers, one after another.
         """
-        if len(jobs) <= 1:
+        many, jobs = several(jobs)
+        if not many:
             yield from super().run(jobs)
             return
         self._fill()
-        done: dict[int, tuple[Meta, Tree]] = {}
-        waiting = deque(range(len(jobs)))
-        deaths: Counter[int] = Counter()
+        letters = (self._broadcasts.letter({"meta": job.meta}, job.data, job.shared) for job in jobs)
+        window = JobWindow(letters, JOBS_AHEAD * self.workers, RESULTS_AHEAD * self.workers)
         try:
             with selectors.DefaultSelector() as ready:
                 for w in range(self.workers):
                     self._register(ready, w)
-                    self._give(ready, w, jobs, waiting, deaths)
-                for k in range(len(jobs)):
-                    while k not in done:
-                        for entry, _ in ready.select():
-                            self._take(ready, entry.data, jobs, waiting, deaths, done)
-                    yield done.pop(k)
+                while self._give_all(ready, window):
+                    heard = ready.select(0)
+                    while not heard and window.make():  # while all of them are busy
+                        heard = ready.select(0)
+                    for entry, _ in heard or ready.select():
+                        self._take(ready, entry.data, window)
+                    for result in window.results():
+                        self._give_all(ready, window)  # so that nobody is idle while the result is looked at
+                        yield result
         finally:
             if any(p.job is not None for p in self._processes):
                 # An error, or nobody wants the rest: answers still under way must not be taken for later ones.
@@ -229,6 +335,9 @@ class Pool(InProcess):
         for process in self._processes:
             process.end()
         self._processes = []
+        self._broadcasts = Broadcasts(shared_memory())  # the old one's memory goes with the last tensor in it
+        for name, data in self._shared.items():
+            self._broadcasts.share(name, data)
 
     # ------------------------------------------------------------------------------------------- parent side
 
@@ -249,77 +358,71 @@ class Pool(InProcess):
         if pid == 0:
             code = 1
             try:
-                for s in [ours, *(p.sock for p in self._processes)]:
+                for s in [ours, *(p.channel.sock for p in self._processes)]:
                     s.close()
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 die_with_parent(parent)
-                serve(theirs, self.handler)
+                serve(JobChannel(theirs, self._descriptor), self.handler)
                 code = 0
             finally:
                 os._exit(code)
         theirs.close()
-        return WorkerProcess(ours, pid)
+        return WorkerProcess(WorkerChannel(ours, self._broadcasts), pid)
+
+    @property
+    def _descriptor(self) -> int | None:
+        """Of the memory that is shared with workers."""
+        memory = self._broadcasts.memory
+        return None if memory is None else memory.descriptor
 
     def _register(self, ready: selectors.BaseSelector, worker: int) -> None:
-        ready.register(self._processes[worker].sock, selectors.EVENT_READ, worker)
+        ready.register(self._processes[worker].channel.sock, selectors.EVENT_READ, worker)
 
-    def _give(
-        self, ready: selectors.BaseSelector, worker: int, jobs: list[Job], waiting: deque[int], deaths: Counter[int]
-    ) -> None:
+    def _give_all(self, ready: selectors.BaseSelector, window: JobWindow) -> bool:
+        """Give every idle worker a job, as far as there are any; whether any worker has one."""
+        for w in range(self.workers):
+            if self._processes[w].job is None:
+                self._give(ready, w, window)
+        return window.busy
+
+    def _give(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
         """Send the next job to a worker; one that is found dead is replaced, and its replacement gets the job."""
-        while waiting:
-            k = waiting.popleft()
+        while (found := window.take()) is not None:
+            process = self._processes[worker]
+            process.job, letter = found
             try:
-                self._send(self._processes[worker], k, jobs[k])
+                process.channel.give(letter)
                 return
             except OSError:
-                self._replace(ready, worker, waiting, deaths)
+                self._replace(ready, worker, window)
 
-    def _send(self, process: WorkerProcess, k: int, job: Job) -> None:
-        process.job = k
-        if job.shared and job.shared not in process.has:
-            if job.shared not in self._packed:
-                self._packed[job.shared] = pack(self._shared[job.shared])
-            framing.send(process.sock, {"share": job.shared}, self._packed[job.shared])
-            process.has.add(job.shared)
-        framing.send(process.sock, {"meta": job.meta, "shared": job.shared}, pack(job.data))
-
-    def _take(
-        self,
-        ready: selectors.BaseSelector,
-        worker: int,
-        jobs: list[Job],
-        waiting: deque[int],
-        deaths: Counter[int],
-        done: dict[int, tuple[Meta, Tree]],
-    ) -> None:
+    def _take(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
         """Receive what a worker has to say, an answer or its end, and give it something to do."""
         process = self._processes[worker]
         try:
-            head, data = framing.receive(process.sock)
+            reply = process.channel.take()
         except OSError:
-            self._replace(ready, worker, waiting, deaths)
-        else:
-            k, process.job = process.job, None
-            assert k is not None
-            done[k] = _result(head, data)
-        self._give(ready, worker, jobs, waiting, deaths)
+            self._replace(ready, worker, window)
+            self._give(ready, worker, window)
+            return
+        k, process.job = process.job, None
+        assert k is not None
+        window.answered(k)
+        self._give(ready, worker, window)  # before the answer is looked at, so that it need not wait
+        window.done(k, _result(reply.head, self._broadcasts.opened(reply)))
 
-    def _replace(self, ready: selectors.BaseSelector, worker: int, waiting: deque[int], deaths: Counter[int]) -> None:
+    def _replace(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
         """Start a worker in the place of a dead one; the dead one's job comes next."""
         dead = self._processes[worker]
-        ready.unregister(dead.sock)
+        ready.unregister(dead.channel.sock)
         dead.end()
         k, dead.job = dead.job, None
-        if k is not None:
-            waiting.appendleft(k)
-            deaths[k] += 1
-            if deaths[k] >= MOST_DEATHS:
-                raise WorkerDied(
-                    f"Simulator: {MOST_DEATHS} workers ended unexpectedly on the same chunk, the last one process"
-                    f" {dead.pid}, most likely for lack of memory. Use a smaller train.chunk, or train.workers=1; the"
-                    " run can be resumed."
-                )
+        if k is not None and window.repeat(k) >= MOST_DEATHS:
+            raise WorkerDied(
+                f"Simulator: {MOST_DEATHS} workers ended unexpectedly on the same chunk, the last one process"
+                f" {dead.pid}, most likely for lack of memory. Use a smaller train.chunk, or train.workers=1; the"
+                " run can be resumed."
+            )
         self._processes[worker] = self._start()
         self._register(ready, worker)
         if self.told is not None:
@@ -342,7 +445,7 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _result(head: Meta, data: bytearray) -> tuple[Meta, Tree]:
+def _result(head: Meta, data: Tree) -> tuple[Meta, Tree]:
     """What a worker answered.
 
     Raises:
@@ -352,32 +455,28 @@ def _result(head: Meta, data: bytearray) -> tuple[Meta, Tree]:
     if "error" in head:
         known: list[type[Exception]] = [FedspanError, *FedspanError.__subclasses__()]
         raise next((c for c in known if c.__name__ == head["kind"]), WorkerError)(head["error"])
-    return head["meta"], unpack(data)
+    return head["meta"], data
 
 
 # ------------------------------------------------------------------------------------------- worker side
 
 
-def serve(sock: socket.socket, handler: ChunkHandler) -> None:
-    """Answer the jobs that come on a socket until it is closed."""
+def serve(channel: JobChannel, handler: ChunkHandler) -> None:
+    """Answer the jobs that come until the other side has gone."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    shared: dict[str, Tree] = {}
     while True:
         try:
-            head, data = framing.receive(sock)
+            head, data, broadcast = channel.take()
         except OSError:
             return
         try:
-            if "share" in head:  # asked for by the job that comes next
-                shared[head["share"]] = unpack(data)
-                continue
-            meta, tree = handler(head["meta"], unpack(data), shared.get(head["shared"], EMPTY))
-            framing.send(sock, {"meta": meta}, pack(tree))
+            meta, tree = handler(head["meta"], data, broadcast)
+            channel.answer({"meta": meta}, tree)
         except FedspanError as e:
-            framing.send(sock, {"error": str(e), "kind": type(e).__name__})
+            channel.refuse({"error": str(e), "kind": type(e).__name__})
         except BaseException:
-            framing.send(sock, {"error": traceback.format_exc(), "kind": ""})
+            channel.refuse({"error": traceback.format_exc(), "kind": ""})
 
 
 def die_with_parent(parent: int) -> None:

@@ -29,7 +29,7 @@ def count(payload: Tree, coded: Mapping[str, Any] | None = None) -> dict[str, in
 
 
 _EMPTY = "//empty"
-_TYPES = {
+TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -41,7 +41,18 @@ _TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CODES = {t: c for c, t in _TYPES.items()}
+_CODES = {t: c for c, t in TYPES.items()}
+
+
+def code_of(name: str, t: Tensor) -> str:
+    """The code of a tensor's type.
+
+    Raises:
+        Refused: for a type that cannot travel.
+    """
+    if t.dtype not in _CODES:
+        raise Refused(f"Wire: '{name}' has type {t.dtype}, which cannot travel; use float32 or int64.")
+    return _CODES[t.dtype]
 
 
 def pack(payload: Tree) -> bytes:
@@ -55,10 +66,8 @@ def pack(payload: Tree) -> bytes:
     parts: list[Any] = []
     at = 0
     for name, t in sorted(flat.items(), key=lambda item: -item[1].element_size()):
-        if t.dtype not in _CODES:
-            raise Refused(f"Wire: '{name}' has type {t.dtype}, which cannot travel; use float32 or int64.")
         end = at + t.numel() * t.element_size()
-        header[name] = {"dtype": _CODES[t.dtype], "shape": list(t.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": code_of(name, t), "shape": list(t.shape), "data_offsets": [at, end]}
         if t.numel():
             parts.append(t.reshape(-1).view(torch.uint8).numpy().data)
         at = end
@@ -84,7 +93,7 @@ def unpack(data: bytes | bytearray) -> Tree:
         if [a for a, _ in spans] + [len(data) - 8 - size] != [0] + [b for _, b in spans]:
             raise ValueError("the tensors must fill the bytes without gap or overlap")
         for name, entry in header.items():
-            dtype, shape = _TYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+            dtype, shape = TYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
             start, end = (int(n) for n in entry["data_offsets"])
             count = math.prod(shape)
             width = torch.empty(0, dtype=dtype).element_size()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax, logsigmoid, nll_loss, one_hot, softmax, softplus
+
 from plain import (
     BODY,
     LAYERS,
@@ -24,8 +27,6 @@ from plain import (
     within,
 )
 from plain import features as body_features
-from torch import Tensor
-from torch.nn.functional import log_softmax, logsigmoid, nll_loss, one_hot, softmax, softplus
 
 
 @reference(
@@ -93,9 +94,9 @@ def amht_lrs(p: Problem, f: Fields) -> Found:
 @reference(
     "lr-bpfl",
     "description from the abstract and public code",
-    {"rank": 2},
-    {"rank": 2, "members": 0, "temperature": 0.3},
-    {"rank": 3, "members": 2, "adaptive_rank": True, "lr_personal": 0.05},
+    {"private_head": False, "rank": 2},
+    {"private_head": False, "rank": 2, "members": 0, "temperature": 0.3},
+    {"private_head": False, "rank": 3, "members": 2, "adaptive_rank": True, "lr_personal": 0.05},
     seen="the whole method",
 )
 def lr_bpfl(p: Problem, f: Fields) -> Found:
@@ -159,8 +160,8 @@ def lr_bpfl(p: Problem, f: Fields) -> Found:
 @reference(
     "waffle",
     "description from the abstract; divergence of Kumaraswamy from Beta as known",
-    {},
-    {"factors": 4, "alpha": 3.0, "tau": 0.8, "temperature": 0.5},
+    {"private_head": False},
+    {"private_head": False, "factors": 4, "alpha": 3.0, "tau": 0.8, "temperature": 0.5},
     seen="the whole method",
 )
 def waffle(p: Problem, f: Fields) -> Found:

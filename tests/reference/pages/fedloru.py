@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from plain import Fields, Found, Problem, Weights, fit, loss, mean, models, only, reference, under, weigh, within
 
 ADAPTED = ("0", "2")
@@ -85,8 +86,16 @@ def fedlora(p: Problem, f: Fields) -> Found:
 @reference(
     "pfedloru",
     "Algorithm 2 and eq. (8)",
-    {"rank": 3, "tau": 2},
-    {"rank": 3, "tau": 1, "alpha_own": 0.5, "personal_epochs": 2, "global_epochs": 1, "reinit": "momentum_A"},
+    {"rank": 3, "tau": 2, "private_head": False},
+    {
+        "rank": 3,
+        "tau": 1,
+        "private_head": False,
+        "alpha_own": 0.5,
+        "personal_epochs": 2,
+        "global_epochs": 1,
+        "reinit": "momentum_A",
+    },
     seen="as fedloru",
 )
 def pfedloru(p: Problem, f: Fields) -> Found:
@@ -161,8 +170,8 @@ def _with_own_pair(w: Weights, alpha: float) -> Weights:
 @reference(
     "pfedlora1",
     "Algorithm 4 of FedLoRU's paper, variant (1)",
-    {},
-    {"rank": 3, "alpha": 0.5, "personal_epochs": 2, "global_epochs": 1},
+    {"private_head": False},
+    {"private_head": False, "rank": 3, "alpha": 0.5, "personal_epochs": 2, "global_epochs": 1},
 )
 def pfedlora1(p: Problem, f: Fields) -> Found:
     common, own = within(p.server, "theta"), [within(c, "h") for c in p.clients]
@@ -176,7 +185,12 @@ def pfedlora1(p: Problem, f: Fields) -> Found:
     return under("server/theta", common) | models([_with_own_pair(common | h, f["alpha"]) for h in own])
 
 
-@reference("pfedlora2", "Algorithm 4 of FedLoRU's paper, variant (2)", {}, {"rank": 3, "alpha": 0.5})
+@reference(
+    "pfedlora2",
+    "Algorithm 4 of FedLoRU's paper, variant (2)",
+    {"private_head": False},
+    {"private_head": False, "rank": 3, "alpha": 0.5},
+)
 def pfedlora2(p: Problem, f: Fields) -> Found:
     common, own = within(p.server, "theta"), [within(c, "h") for c in p.clients]
     for t in p.times:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
 from plain import (
     BODY,
     HEAD,
@@ -25,8 +28,6 @@ from plain import (
     weigh,
     within,
 )
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 LOW = ("0", "2")
 REST = ("0.bias", "2.bias", *HEAD)
@@ -246,8 +247,8 @@ def fedpara(p: Problem, f: Fields) -> Found:
 @reference(
     "pfedpara",
     "description: W = W₁∘(W₂ + 1), W₂ personal",
-    {"lr": 0.03},
-    {"rank": 2, "lr": 0.03},
+    {"lr": 0.03, "private_head": False},
+    {"rank": 2, "lr": 0.03, "private_head": False},
 )
 def pfedpara(p: Problem, f: Fields) -> Found:
     w, own = within(p.server, "theta"), [within(c, "h") for c in p.clients]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
 from plain import (
     HEAD,
     NAMES,
@@ -24,8 +27,6 @@ from plain import (
     weigh,
     within,
 )
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 
 def _unravel(p: Problem, theta: Tensor, names: tuple[str, ...]) -> Weights:
@@ -34,14 +35,17 @@ def _unravel(p: Problem, theta: Tensor, names: tuple[str, ...]) -> Weights:
     return {k: part.reshape(p.start[k].shape) for k, part in zip(names, theta.split(sizes))}
 
 
+AS_PRINTED = {"u_update": "gradient", "start": "random", "v_scale": "1/n", "lr": 0.1, "safeguard": False}
+
+
 @reference(
     "pfl-mf-paper",
     "Algorithm 1, eq. (7) to (9), Theorem 1's step; Setups 4 (epochs on v) and 6 (K_U steps on U)",
-    {"rank": 3},
-    {"rank": 3, "v_steps": 4, "v_scale": "1", "start": "common"},
-    {"rank": 2, "v_steps": 2, "p": 0.6},
-    {"rank": 3, "v_steps": 2, "v_unit": "epoch", "v_scale": "1", "lr_v": 0.05, "g_at": "new"},
-    {"rank": 3, "v_steps": 2, "u_update": "train", "u_steps": 5, "server_step": "literal"},
+    {**AS_PRINTED, "rank": 3},
+    {**AS_PRINTED, "rank": 3, "v_steps": 4, "v_scale": "1", "start": "common"},
+    {**AS_PRINTED, "rank": 2, "v_steps": 2, "p": 0.6},
+    {**AS_PRINTED, "rank": 3, "v_steps": 2, "v_unit": "epoch", "v_scale": "1", "lr_v": 0.05, "g_at": "new"},
+    {**AS_PRINTED, "rank": 3, "v_steps": 2, "u_update": "train", "u_steps": 5, "server_step": "literal"},
 )
 def pfl_mf_paper(p: Problem, f: Fields) -> Found:
     big_u, v, n = p.server["U"], [c["v"] for c in p.clients], len(p.train)
@@ -77,8 +81,9 @@ def pfl_mf_paper(p: Problem, f: Fields) -> Found:
 @reference(
     "pfl-mf-joint",
     "description of the published code: FedPer's loop on (U, v), v averaged with U",
+    {"rank": 3, "start": "published", "lr": 0.1},
+    {"rank": 2, "start": "published", "lr": 0.02},
     {"rank": 3},
-    {"rank": 2, "lr": 0.02},
 )
 def pfl_mf_joint(p: Problem, f: Fields) -> Found:
     big_u, centre, own = p.server["U"], p.server["v"], {}

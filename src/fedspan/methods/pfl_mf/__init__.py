@@ -8,7 +8,17 @@ from fedspan.methods.pfl_mf.coefficients import CoefficientSolver, InSubspace
 from fedspan.methods.pfl_mf.default import PflMf
 from fedspan.methods.pfl_mf.joint import PflMfJoint
 from fedspan.methods.pfl_mf.paper import PflMfAlgorithm1
-from fedspan.methods.pfl_mf.paper_options import PflMfPaper
+from fedspan.methods.pfl_mf.paper_options import ALGORITHM_1, PflMfPaper, algorithm_1
 from fedspan.methods.pfl_mf.rank import RankSearch
 
-__all__ = ["CoefficientSolver", "InSubspace", "PflMf", "PflMfAlgorithm1", "PflMfJoint", "PflMfPaper", "RankSearch"]
+__all__ = [
+    "ALGORITHM_1",
+    "CoefficientSolver",
+    "InSubspace",
+    "PflMf",
+    "PflMfAlgorithm1",
+    "PflMfJoint",
+    "PflMfPaper",
+    "RankSearch",
+    "algorithm_1",
+]

@@ -13,6 +13,8 @@ from torch.func import vmap
 
 from fedspan import tree
 from fedspan.learn.batches import All, Amount, Batches
+from fedspan.learn.optimizer import Optimizer
+from fedspan.learn.safeguard import shortened
 from fedspan.learn.sgd import mean_gradient
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
@@ -46,6 +48,7 @@ class CoefficientSolver:
         "lr_v": "lr",
         "v_ridge": "ridge",
         "v_prior": "prior",
+        "v_safeguard": "safeguard",
     }
 
     rule: Literal["solve", "precondition"] = "precondition"
@@ -58,6 +61,8 @@ class CoefficientSolver:
     """What is added to the curvature of v before it is inverted (`solve`), relative to its mean eigenvalue."""
     prior: NonNegative = 0.1
     """The precision of a Gaussian prior on θ: with few examples a fit alone would let θ grow for ever."""
+    safeguard: bool = True
+    """Whether a fit of v that raised the loss is taken again with shorter steps."""
 
     def fit(
         self, task: Task, U: Tensor, v: Tensor, rest: Params, stream: Batches, names: list[str], head: bool
@@ -70,10 +75,15 @@ class CoefficientSolver:
             features = rest | tree.unravel(U @ v, like)
             w = self._fit_head(task, Q, start, features, stream, like, shrink)
         else:
-            w, rate = start, self._rate
             loss = lambda q, b: task.loss(rest | tree.unravel(Q @ q, like), b)
-            for _ in range(self.steps):
-                w = w - rate * (mean_gradient(loss, w, stream) + shrink * w)
+
+            def descend(rate: float) -> Tensor:
+                w = start
+                for _ in range(self.steps):
+                    w = w - rate * (mean_gradient(loss, w, stream) + shrink * w)
+                return w
+
+            w = Optimizer(safeguard=self.safeguard).guarded(descend, start, loss, stream, self._rate)
         return v + back @ (w - start)
 
     @property
@@ -96,20 +106,29 @@ class CoefficientSolver:
             if self.rule == "solve" and rate and self.steps:
                 at_w, at_0 = (task.mean_loss(torch.tensordot(q, Z, 1), batch) for q in (w, 0 * w))
                 w = torch.where(at_0 < at_w, torch.zeros_like(w), w)
-            if task.responds:
-                return self._descend(task, Z.transpose(1, 2), w, P, batch.y, share.T, shrink)
-            for _ in range(self.steps):
-                residual = task.output_gradient(torch.tensordot(w, Z, 1), batch.y, batch.mask) * share
-                w = w - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + shrink * w)
-        return w
 
-    def _descend(self, task: Task, Z: Tensor, w: Tensor, P: Tensor, y: Tensor, share: Tensor, shrink: Tensor) -> Tensor:
+            def descend(rate: float) -> Tensor:
+                if task.responds:
+                    return self._descend(task, Z.transpose(1, 2), w, P, batch.y, share.T, shrink, rate)
+                u = w
+                for _ in range(self.steps):
+                    residual = task.output_gradient(torch.tensordot(u, Z, 1), batch.y, batch.mask) * share
+                    u = u - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + shrink * u)
+                return u
+
+            if not self.safeguard or not rate:
+                return descend(rate)
+            return shortened(descend, w, lambda u: task.mean_loss(torch.tensordot(u, Z, 1), batch), rate)
+
+    def _descend(
+        self, task: Task, Z: Tensor, w: Tensor, P: Tensor, y: Tensor, share: Tensor, shrink: Tensor, rate: float
+    ) -> Tensor:
         """The steps of a classifier, examples last: a softmax over few classes is then as fast as the products."""
         columns = Z.flatten(1)
         asked = columns @ (task.target(Z[0].T, y).T * share).flatten()  # by the labels, the same in every step
         for _ in range(self.steps):
             slope = (w @ columns).reshape(Z.shape[1:]).softmax(0) * share
-            w = w - self._rate * P @ (columns @ slope.flatten() - asked + shrink * w)
+            w = w - rate * P @ (columns @ slope.flatten() - asked + shrink * w)
         return w
 
     def cold(self, task: Task, head: bool) -> list[CoefficientSolver]:

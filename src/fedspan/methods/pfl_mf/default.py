@@ -58,6 +58,8 @@ class PflMf(Averaging, InSubspace, Announces, Lifts, Adapts, Cautions):
         discloses=Discloses(labels="set", model="whole", private=("v",), examples=True, resembles=True),
     )
 
+    lr: NonNegative = 1.0
+    """The learning rate of θ_i; steps that would overshoot are shortened (`safeguard`)."""
     schedule: Schedule = Schedule()
     """How the learning rate falls over the rounds."""
     rank: AtLeast1 | Literal["auto"] = 10

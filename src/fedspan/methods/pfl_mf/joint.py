@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,9 @@ from fedspan.method import (
     Visit,
     norm_of_state,
 )
-from fedspan.method.fields import AtLeast1
+from fedspan.method.fields import AtLeast1, NonNegative
 from fedspan.methods.pfl_mf.coefficients import InSubspace
-from fedspan.methods.pfl_mf.gauge import dtype_of, need_rank, need_sgd
+from fedspan.methods.pfl_mf.gauge import common_v, dtype_of, need_rank, need_sgd, standard_columns
 from fedspan.randomness import key, normal, uniform
 from fedspan.tree import Params, Tree
 
@@ -38,10 +39,12 @@ from fedspan.tree import Params, Tree
 class PflMfJoint(Averaging, InSubspace, Adapts, Cautions):
     """pFL-MF as the published code runs it: U and v are trained together for the run's epochs, and both are averaged.
 
-    All clients start from one v, normal as in the common model, with entries of U uniform in ±1/√r. A client keeps the
-    v it has trained; one that was never sampled has the mean v of the common model, and starts from it. Biases of
-    convolutional networks (and scales of norms, of which the published ones have none) are outside U v, in theta, and
-    start from zero. Kept: v. Sent: U, v and theta, (d + 1) r + d' numbers.
+    All clients start from one v. With `start = "published"` it is normal, with entries of U uniform in ±1/√r, which
+    makes weights several times as large as a network's usual ones; with `"standard"` columns of U are usual starts of
+    the network, and v has length 1. A client keeps the v it has trained; one that was never sampled has the mean v of
+    the common model, and starts from it. Biases of convolutional networks (and scales of norms, of which the published
+    ones have none) are outside U v, in theta, and start from zero. Kept: v. Sent: U, v and theta, (d + 1) r + d'
+    numbers.
     """
 
     about = About(
@@ -50,10 +53,14 @@ class PflMfJoint(Averaging, InSubspace, Adapts, Cautions):
         discloses=Discloses(labels="set", model="whole", private=("v",), examples=True, resembles=True),
     )
 
+    lr: NonNegative = 0.05
+    """The learning rate of U and v."""
     schedule: Schedule = Schedule()
     """How the learning rate falls over the rounds."""
     rank: AtLeast1 = 10
     """r, the dimension of the subspace in which all client models lie."""
+    start: Literal["standard", "published"] = "standard"
+    """How U and v start: with the usual size of the network's weights, or as in the published code."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +82,10 @@ class PflMfJoint(Averaging, InSubspace, Adapts, Cautions):
         names, start = self.factorised(task), task.init()
         need_rank(self, self.rank, task, names)
         d = sum(start[k].numel() for k in names)
-        U = (2 * uniform(key(federation.seed, "U"), (d, self.rank), dtype_of(task)) - 1) / self.rank**0.5
+        if self.start == "standard":
+            U = standard_columns(task, names, self.rank, federation.seed)
+        else:
+            U = (2 * uniform(key(federation.seed, "U"), (d, self.rank), dtype_of(task)) - 1) / self.rank**0.5
         theta = tree.without(start, [*names, *task.stats])
         theta = {k: torch.zeros_like(p) if k.endswith("bias") else p for k, p in theta.items()}
         return self.server.begin({"U": U, "v": self._first_v(task, federation.seed), "theta": theta})
@@ -85,6 +95,8 @@ class PflMfJoint(Averaging, InSubspace, Adapts, Cautions):
         return {"v": self._first_v(task, who.seed), "trained": torch.tensor(False), "stats": stats}
 
     def _first_v(self, task: Task, seed: int) -> Tensor:
+        if self.start == "standard":
+            return common_v(task, self.rank)
         return normal(key(seed, "v"), (self.rank,), dtype_of(task))
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:

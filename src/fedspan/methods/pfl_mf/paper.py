@@ -73,13 +73,12 @@ class PflMfAlgorithm1(Averaging, Cautions):
         def f(theta: Tensor, batch: Batch) -> Tensor:
             return task.loss(tree.unravel(theta, like), batch)  # f_i(θ), eq. (6)
 
-        v = self.train_v(f, U, v_i, visit)
+        v = self.train_v(f, U, v_i, visit, self.rates(visit)[1])
         g = mean_gradient(f, v_i @ U.T, visit["U"])  # ∇f_i(U v_i), at the v_i that the round began with
         return {"v": v}, Sent(self.weigh(visit), {"G": Outer(eta * g, v_i)})  # lines 9, 10: η G_i = η g v_iᵀ, eq. (7)
 
-    def train_v(self, f: Loss, U: Tensor, v: Tensor, visit: Visit) -> Tensor:
+    def train_v(self, f: Loss, U: Tensor, v: Tensor, visit: Visit, eta_v: float) -> Tensor:
         """Take the K local steps on v: lines 4 to 8."""
-        eta_v = self.rates(visit)[1]
         for batch in visit["v"]:  # line 5: for k = 0, …, K − 1
             v = v - eta_v * (gradient(f, v @ U.T, batch) @ U)  # line 6: v ← v − (η/n) Uᵀ∇f_i(U v), eq. (8)
         return v

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,20 +17,25 @@ from fedspan.learn.sgd import mean_gradient
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
 from fedspan.method import About, Adapts, Capacity, ClientInfo, Discloses, Federation, Lifts, Round, Sent, Visit
-from fedspan.method.fields import AtLeast1, NonNegative
+from fedspan.method.fields import AtLeast1, NonNegative, build
 from fedspan.methods.pfl_mf.coefficients import InSubspace
 from fedspan.methods.pfl_mf.gauge import common_v, need_rank, own_v, standard_columns
 from fedspan.methods.pfl_mf.paper import PflMfAlgorithm1
 from fedspan.tree import Outer, Params, Tree
+
+ALGORITHM_1 = {"u_update": "gradient", "start": "random", "v_scale": "1/n", "safeguard": False}
+"""The options with which it is Algorithm 1 to the letter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
     """pFL-MF as written. Dadras, Stich and Yurtsever, TMLR 2025, Algorithm 1, with the options of its experiments.
 
-    With the defaults it is Algorithm 1 to the letter, bit for bit. `p` is the rule of Theorem 1, `v_unit = "epoch"` is
-    Setup 4, `u_update = "train"` with `server_step = "literal"` Setup 6 (K_U steps on U with v fixed). Beside U the
-    server knows C = mean v_i v_iᵀ, for the size of the models. Kept: v, statistics. Sent: the two vectors of η G_i.
+    With `u_update = "gradient"`, `start = "random"`, `v_scale = "1/n"` it is Algorithm 1 to the letter, bit for bit as
+    long as the safeguard is false or finds nothing to shorten. The defaults are what trains: clients take their epochs
+    on U as in Setup 6, all v start alike as in the public code, and v takes steps of η. `p` is the rule of Theorem 1,
+    `v_unit = "epoch"` is Setup 4, `server_step = "literal"` Setup 6 (K_U steps on U with v fixed). Beside U the server
+    knows C = mean v_i v_iᵀ, for the size of the models. Kept: v, statistics. Sent: the two vectors of η G_i.
     """
 
     about = About(
@@ -38,13 +43,15 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
         discloses=Discloses(labels="set", model="whole", private=("v",), examples=False, resembles=True),
     )
 
+    lr: NonNegative = 0.3
+    """η, the learning rate."""
     schedule: Schedule = Schedule()
     """How η falls over the rounds."""
-    start: Literal["random", "common"] = "random"
+    start: Literal["random", "common"] = "common"
     """Whether each v starts from a random unit vector of its own, or all from one; the paper does not say."""
     v_unit: Literal["step", "epoch"] = "step"
     """Whether `v_steps` counts minibatches or passes over the client's examples."""
-    v_scale: Literal["1", "1/n"] = "1/n"
+    v_scale: Literal["1", "1/n"] = "1"
     """What the learning rate of v is multiplied by: 1/n as ψ demands, or 1, with which v moves among many clients."""
     lr_v: NonNegative | None = None
     """The learning rate of v before `v_scale`; that of U if not given."""
@@ -52,8 +59,9 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
     """Theorem 1's share of clients in a round: η_v = p η/K takes the place of `lr_v`."""
     g_at: Literal["old", "new"] = "old"
     """Whether G_i is taken at the v_i that the round began with (Algorithm 1), or at the v_i after its steps."""
-    u_update: Literal["gradient", "train"] = "gradient"
-    """Whether G_i is one gradient over all examples, or the sum of a client's training steps with v fixed."""
+    u_update: Literal["gradient", "train"] = "train"
+    """Whether G_i is one gradient over all examples (Algorithm 1), or the sum of a client's training steps with v
+    fixed (Setup 6)."""
     u_steps: AtLeast1 | None = None
     """K_U, the training steps on U; the run's epochs if not given. Only with `u_update = "train"`."""
     server_step: Literal["plain", "literal"] = "plain"
@@ -101,7 +109,7 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
         def f(theta: Tensor, batch: Batch, stats: Params = stats) -> Tensor:
             return task.loss(stats | tree.unravel(theta, like), batch)
 
-        v = self.train_v(f, U, v_i, visit)  # eq. (8)
+        v = self.guarded_v(f, U, v_i, visit)  # eq. (8)
         at = v_i if self.g_at == "old" else v
         if self.trains_theta:
             step, stats = self._train(f, at, U, stats, visit)
@@ -111,6 +119,12 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
         if self.wire == "full":
             sent = {"G": torch.outer(step, at), "C": subspace.triangle(torch.outer(at, at))}
         return {"v": v, "stats": stats}, Sent(self.weigh(visit), sent)
+
+    def guarded_v(self, f: Callable[..., Tensor], U: Tensor, v: Tensor, visit: Visit) -> Tensor:
+        """Return v after its steps, which the safeguard may shorten."""
+        train = lambda rate: self.train_v(f, U, v, visit, rate)
+        eta_v = self.rates(visit)[1]
+        return self.optimizer.guarded(train, v, lambda q, b: f(q @ U.T, b), visit["v"], eta_v, alone=True)
 
     def _train(
         self, f: Callable[..., Tensor], v: Tensor, U: Tensor, stats: Params, visit: Visit
@@ -140,3 +154,8 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         return self.compose(task, client["stats"], down["U"], client["v"], visit)
+
+
+def algorithm_1(**fields: Any) -> PflMfPaper:
+    """Return Algorithm 1 as printed: one gradient on U, a v for each client, steps of η/n on it, none shortened."""
+    return build(PflMfPaper, {**ALGORITHM_1, **fields}, "PflMfPaper")

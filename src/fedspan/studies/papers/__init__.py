@@ -2,7 +2,16 @@
 
 from fedspan.studies.papers.experiment_file import PaperExperiment, PaperRow, available, load_experiment
 from fedspan.studies.papers.paper_tables import RIGHT, TITLES, cells, describe, to_csv, to_json, to_markdown
-from fedspan.studies.papers.step_sizes import PaperJob, Result, RowOutcome, candidates, finals, reproduce_row, trials
+from fedspan.studies.papers.step_sizes import (
+    PaperJob,
+    Result,
+    RowOutcome,
+    candidates,
+    config_of,
+    finals,
+    reproduce_row,
+    trials,
+)
 
 __all__ = [
     "RIGHT",
@@ -15,6 +24,7 @@ __all__ = [
     "available",
     "candidates",
     "cells",
+    "config_of",
     "describe",
     "finals",
     "load_experiment",

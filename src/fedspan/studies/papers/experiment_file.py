@@ -65,6 +65,7 @@ class PaperExperiment:
     base: Mapping[str, Any]
     missing: tuple[str, ...] = ()  # rows of the paper's table that no row of the file stands for
     seeds: int = 3
+    first_seed: int | None = None  # of the tests; None: the seed on which learning rates are chosen
     validation: float = 0.05
     tuning_rounds: int | None = None
     quick: Quick = field(default_factory=Quick)

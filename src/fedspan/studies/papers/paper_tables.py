@@ -41,11 +41,16 @@ def describe(experiment: PaperExperiment, config: RunConfig, seeds: int, tuned: 
             f" validation part ({100 * experiment.validation:g} % of each client, seed"
             f" {config.seed}){rounds}; * marks one at the edge of its grid"
         )
-    lines.append(
-        f"{steps}. Ours: mean over clients at the last round,"
-        f" {'one seed' if seeds == 1 else f'then mean ± standard deviation over {seeds} seeds'}."
-    )
+    lines.append(f"{steps}. Ours: mean over clients at the last round, {_over(seeds, experiment.first_seed)}.")
     return lines
+
+
+def _over(seeds: int, first: int | None) -> str:
+    """Which seeds a figure is over, in words."""
+    if seeds == 1:
+        return "one seed" if first is None else f"seed {first}"
+    which = f"{seeds} seeds" if first is None else f"seeds {first} to {first + seeds - 1}"
+    return f"then mean ± standard deviation over {which}"
 
 
 def cells(experiment: PaperExperiment, outcomes: Sequence[RowOutcome], everything: bool) -> list[tuple[str, ...]]:

@@ -2,7 +2,8 @@
 
 [paper]    title, reference, table, columns, remarks; [paper.values]: percent as printed, [mean, ±] or [mean]
 [grid]     lr = the learning rates that every row may choose from
-[runs]     seeds, validation (fraction for choosing), tuning_rounds (default: all rounds)
+[runs]     seeds, first_seed (of the tests; default: the file's seed, on which learning rates are chosen), validation
+           (fraction for choosing), tuning_rounds (default: all rounds)
 [quick]    seeds, lr, rows, and [quick.set] with dotted keys: what --quick changes
 [[rows]]   label, method; perhaps fields, vary (every combination of values, written into the label as {key}),
            paper (its name in [paper.values]), lr, rules (alternative further fields), set (dotted keys),
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedspan.errors import ConfigError, safe_name
-from fedspan.method.fields import build
+from fedspan.method.fields import Count, build
 from fedspan.storage.toml import parse_toml, short
 from fedspan.studies.papers.experiment_file import Paper, PaperExperiment, PaperRow, Quick
 
@@ -32,6 +33,7 @@ class _Grid:
 @dataclass(frozen=True, kw_only=True)
 class _Runs:
     seeds: int = 3
+    first_seed: Count | None = None
     validation: float = 0.05
     tuning_rounds: int | None = None
 
@@ -88,6 +90,7 @@ def parse(raw: bytes | str, name: str) -> PaperExperiment:
         base=values,
         missing=tuple(label for label in paper.values if label not in {row.paper for row in rows}),
         seeds=runs.seeds,
+        first_seed=runs.first_seed,
         validation=runs.validation,
         tuning_rounds=runs.tuning_rounds,
         quick=build(Quick, sections["quick"], "Reproduce: [quick]"),

@@ -14,6 +14,7 @@ from typing import Any
 from fedspan.config import RunConfig, from_dict
 from fedspan.errors import ConfigError
 from fedspan.studies.papers.experiment_file import PaperExperiment, PaperRow, copied, put
+from fedspan.studies.tuning.seeds import check_development
 
 Result = Mapping[str, Any]
 Runner = Callable[["PaperJob"], Result | None]
@@ -145,8 +146,15 @@ def candidates(experiment: PaperExperiment, row: PaperRow, overrides: Sequence[s
 
 
 def trials(jobs: Sequence[PaperJob]) -> Sequence[PaperJob]:
-    """Those of a row's candidates that must be run: a grid of one leaves nothing to choose."""
-    return jobs if len(jobs) > 1 else ()
+    """Those of a row's candidates that must be run: a grid of one leaves nothing to choose.
+
+    Raises:
+        ConfigError: if something would be chosen on a reported seed.
+    """
+    if len(jobs) < 2:
+        return ()
+    check_development([job.config.seed for job in jobs], "reproduce")
+    return jobs
 
 
 def finals(
@@ -159,7 +167,8 @@ def finals(
 ) -> list[PaperJob]:
     """The runs that count: the chosen learning rate, no validation part, one per seed."""
     config = config_of(experiment, row, lr, rule, overrides)
-    seeded = [replace(config, seed=config.seed + k) for k in range(seeds)]
+    first = config.seed if experiment.first_seed is None else experiment.first_seed
+    seeded = [replace(config, seed=first + k) for k in range(seeds)]
     return [PaperJob(row=row, config=c, rule=rule, purpose="test") for c in seeded]
 
 

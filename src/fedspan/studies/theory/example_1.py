@@ -12,7 +12,7 @@ from fedspan.method import Method
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.local import Local
 from fedspan.methods.oracle import Oracle
-from fedspan.methods.pfl_mf import CoefficientSolver, PflMf, PflMfAlgorithm1, PflMfPaper
+from fedspan.methods.pfl_mf import CoefficientSolver, PflMf, PflMfAlgorithm1, algorithm_1
 from fedspan.randomness import generator
 from fedspan.report.canvas import panels
 from fedspan.studies.theory.groups import Score, coordinates, fit, grouped
@@ -37,7 +37,7 @@ def run(
         "pfl-mf, r = 1": PflMf(rank=1, lr=0.5, solver=CoefficientSolver(steps=20)),
         "Algorithm 1, K = 1": PflMfAlgorithm1(rank=1, lr=0.5, v_steps=1),
         "Algorithm 1, K = 5": PflMfAlgorithm1(rank=1, lr=0.5, v_steps=5),
-        "pfl-mf-paper, K = 5": PflMfPaper(rank=1, lr=0.5, lr_v=0.5, v_scale="1", v_steps=5),
+        "pfl-mf-paper, K = 5": algorithm_1(rank=1, lr=0.5, lr_v=0.5, v_scale="1", v_steps=5),
     }
     each: dict[str, list[Score]] = {name: [] for name in methods}
     right, v = 0, list[float]()

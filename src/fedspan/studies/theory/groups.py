@@ -48,7 +48,7 @@ def fit(method: Method, data: FederatedData, rounds: int, seed: int = 0) -> tupl
         "epochs": 5,
         "evaluate_every": rounds,
         "workers": 1,
-        "dtype": "float64",
+        "precision": "float64",
     }
     result = simulate(method, task, data, rounds=rounds, seed=seed, **settings)
     return Score(result.accuracy["mean"], result.measures["loss"]["mean"]), result

@@ -47,7 +47,7 @@ def rmse_by_method(
     task = Task(lambda: ItemScores(train.items), "regression", head="head", dtype=torch.float64, seed=seed)
     settings: dict[str, Any] = {"batch_size": "full", "epochs": 1, "evaluate_every": rounds, "workers": 1}
     result = simulate(
-        method, task, data, rounds=rounds, seed=seed, participation=participation, dtype="float64", **settings
+        method, task, data, rounds=rounds, seed=seed, participation=participation, precision="float64", **settings
     )
     rated = np.array([len(held[u][0]) for u in users])
     without = test.rows(np.flatnonzero(~np.isin(test.user, users)))  # users with nothing to train on keep the base

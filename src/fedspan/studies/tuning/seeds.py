@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedspan.errors import ConfigError
 
 DEVELOPMENT = range(10)
 """Seeds on which anything may be chosen."""
+REPORTED = range(200, 300)
+"""Seeds from which claims are reported; nothing is chosen on them."""
+
+
+def check_development(seeds: Sequence[int], who: str) -> None:
+    """See to it that values are chosen on development seeds alone.
+
+    Raises:
+        ConfigError: naming the first that is none.
+    """
+    for seed in seeds or (-1,):
+        if seed not in DEVELOPMENT:
+            raise ConfigError(
+                f"{who}: values are chosen on development seeds 0 to {DEVELOPMENT[-1]}, never on reported ones"
+                f" ({REPORTED[0]} and on). Got {'none' if seed == -1 else f'seed {seed}'}."
+            )
+
+
+def check_reported(seeds: Sequence[int], who: str) -> None:
+    """See to it that figures come from seeds on which nothing is chosen.
+
+    Raises:
+        ConfigError: naming the first that is not one of them.
+    """
+    for seed in seeds or (-1,):
+        if seed not in REPORTED:
+            raise ConfigError(
+                f"{who}: figures are reported from seeds {REPORTED[0]} to {REPORTED[-1]}, on which nothing was chosen."
+                f" Got {'none' if seed == -1 else f'seed {seed}'}."
+            )
 
 
 def development_seeds(first: int, count: int) -> list[int]:

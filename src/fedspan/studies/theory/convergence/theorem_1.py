@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.methods.pfl_mf import PflMfPaper
+from fedspan.methods.pfl_mf import algorithm_1
 from fedspan.randomness import generator
 from fedspan.report.canvas import panels
 from fedspan.report.palette import GRID
@@ -116,7 +116,7 @@ def check(
     p = 1 there is one path. The first rounds of the first path are also those of the registered method.
     """
     eta = 1 / (4 * L)
-    method = PflMfPaper(rank=rank, lr=eta, p=p, v_steps=K)
+    method = algorithm_1(rank=rank, lr=eta, p=p, v_steps=K)
     start = start_of(method, problem, FIRST_SEED)
     n, count = len(start[1]), paths if p < 1 else 1
     chance = [[generator(FIRST_SEED + k, "sample", t).random(n) for k in range(count)] for t in range(1, rounds + 1)]

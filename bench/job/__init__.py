@@ -1,0 +1,1 @@
+"""One experiment file from start to end: by `fedspan run`, by plain torch, by pfl-research."""

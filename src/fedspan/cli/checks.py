@@ -1,0 +1,145 @@
+"""Checks that claims are decided by: those of `theory` and `analyse`, bytes and parameters, each as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fedspan.cli.console import note
+from fedspan.cli.theory import TheoryCheck
+from fedspan.cli.theory import perform as perform_theory
+from fedspan.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from fedspan.studies.claims import Claim
+    from fedspan.studies.theory.outcome import Outcome
+
+Numbers = Mapping[str, Any]
+
+
+def perform_check(claim: Claim) -> Numbers:
+    """The numbers of a claim's check.
+
+    Raises:
+        ConfigError: for a check that there is not.
+    """
+    assert claim.check is not None
+    name = claim.check.name
+    if name in OTHERS:
+        return OTHERS[name](claim)
+    if name not in known_checks():
+        raise ConfigError(f"claims: {claim.name}: there is no check '{name[:60]}'.{nearest(name[:60], known_checks())}")
+    if claim.check.options:
+        raise ConfigError(f"claims: {claim.name}: the check '{name}' has no options.")
+    if name in SEEDED:
+        return {"runs": [SEEDED[name](seed).numbers for seed in claim.seeds]}
+    return perform_theory(TheoryCheck(name)).numbers
+
+
+def known_checks() -> list[str]:
+    """The names of all checks."""
+    return [*TheoryCheck, *OTHERS]
+
+
+def _hessian_rank(claim: Claim) -> Numbers:
+    from fedspan.method.fields import build
+    from fedspan.studies.theory.hessian_rank import Plan, by_width, run
+
+    assert claim.check is not None
+    options = dict(claim.check.options)
+    widths = options.pop("widths", None)
+    seeds = {"seeds": len(claim.seeds), "first_seed": claim.seeds[0]}
+    plan = build(Plan, {**options, **seeds}, f"claims: {claim.name}: [check.options]")
+    return (run(plan, say=note) if widths is None else by_width(plan, widths, say=note)).numbers
+
+
+def _bytes(claim: Claim) -> Numbers:
+    """Bytes of whole runs, up, down and together, by row, as the paper counts (`rule`) or as they travel."""
+    from fedspan.cli.bytes import count, find_rule
+    from fedspan.studies.claims.fair_play import config_of
+
+    assert claim.check is not None
+    rule = str(claim.check.options.get("rule", "own"))
+    out: dict[str, Any] = {}
+    for row in claim.rows:
+        config = config_of(claim, row, {}, claim.seeds[0])
+        traffic = count(config, find_rule(rule, row.method))[1].run
+        if None not in traffic.values():
+            sent = {k: v for k, v in traffic.items() if v is not None}
+            out[row.name] = {**sent, "together": sum(sent.values()), "gigabytes": sum(sent.values()) / 1e9}
+    return out
+
+
+def _parameters(claim: Claim) -> Numbers:
+    """What each row's client trains and sends: numbers, and their share of the plain model's."""
+    from fedspan.cli.bytes import assembled
+    from fedspan.cli.probe import probe
+    from fedspan.studies.claims.fair_play import config_of
+    from fedspan.tree import leaves
+
+    out: dict[str, Any] = {}
+    for row in claim.rows:
+        method, task, data, _ = assembled(config_of(claim, row, {}, claim.seeds[0]))
+        payload = probe(method, task, data, 0, batch=2)
+        sent = sum(t.numel() for t in leaves(payload.mean | payload.each))
+        plain = sum(p.numel() for p in task.module.parameters())
+        out[row.name] = {"sent": sent, "plain": plain, "share": sent / plain}
+    return out
+
+
+def _update_rank(claim: Claim) -> Numbers:
+    """The rank of what FedLoRU has added to each weight, round by round: in how many cases it is the bound's."""
+    from fedspan.config import assemble
+    from fedspan.simulation.simulator import Simulation
+    from fedspan.studies.claims.fair_play import config_of
+    from fedspan.studies.theory import update_rank
+
+    config = config_of(claim, claim.rows[0], {}, claim.seeds[0])
+    simulation = Simulation(*assemble(config), rounds=config.rounds, seed=config.seed, settings=config.train)
+    simulation.run()
+    numbers = update_rank.run(simulation).numbers
+    cases = [
+        (rank, min(bound, layer["full"]))
+        for layer in numbers["layers"].values()
+        for rank, bound in zip(layer["ranks"][1:], numbers["bound"][1:])
+    ]
+    counted = {"cases": len(cases), "equal": sum(a == b for a, b in cases), "above": sum(a > b for a, b in cases)}
+    return {**numbers, **counted, "other": len(cases) - counted["equal"]}
+
+
+def _example_2(seed: int) -> Outcome:
+    from fedspan.studies.theory import example_2
+
+    return example_2.run(seed=seed)
+
+
+def _movielens(seed: int) -> Outcome:
+    from fedspan.studies.theory import movielens
+    from fedspan.studies.theory.ratings import load
+
+    return movielens.compare(load(None), seed=seed, say=note)
+
+
+def _factor_updates(seed: int) -> Outcome:
+    from fedspan.studies.theory import factor_updates
+    from fedspan.studies.theory.images import digits, grey
+
+    size = factor_updates.FULL
+    pictures = digits(None, size.train, size.test, seed), grey(None, size.train // 2, size.test, seed)
+    return factor_updates.compare(*pictures, size, seed=seed, say=note)
+
+
+SEEDED: dict[str, Callable[[int], Outcome]] = {
+    "example-2": _example_2,
+    "movielens": _movielens,
+    "factor-updates": _factor_updates,
+}
+"""Checks of `theory` with one draw of the data: a claim takes one run for each of its seeds, `runs/*`."""
+
+OTHERS: dict[str, Callable[[Claim], Numbers]] = {
+    "hessian-rank": _hessian_rank,
+    "bytes": _bytes,
+    "parameters": _parameters,
+    "update-rank": _update_rank,
+}
+"""Checks besides those of `theory`."""
