@@ -223,7 +223,7 @@ def test_long_test_parts_are_cut_alike_mapped_and_looped(monkeypatch: pytest.Mon
 def test_rows_are_taken_when_a_chunk_is_handed_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     take, update, evaluate = Record.take, Engine.update, Engine.evaluate
-    monkeypatch.setattr(Record, "take", lambda self, ids: (events.append("take"), take(self, ids))[1])
+    monkeypatch.setattr(Record, "take", lambda self, *a: (events.append("take"), take(self, *a))[1])
     monkeypatch.setattr(Engine, "update", lambda *a, **k: (events.append("done"), update(*a, **k))[1])
     monkeypatch.setattr(Engine, "evaluate", lambda *a, **k: (events.append("done"), evaluate(*a, **k))[1])
     monkeypatch.setattr(Engine, "judges_together", lambda *_: False)
@@ -268,7 +268,7 @@ def test_the_digest_holds_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     whole, (store,) = sim.record.digest(), sim.record.stores.values()
     taken: list[int] = []
     take = type(store).take
-    monkeypatch.setattr(type(store), "take", lambda self, ids: (taken.append(len(ids)), take(self, ids))[1])
+    monkeypatch.setattr(type(store), "take", lambda self, ids, *a: (taken.append(len(ids)), take(self, ids, *a))[1])
     monkeypatch.setattr("fedspan.simulation.record.BLOCK_BYTES", 2 * store.row_bytes)
     assert sim.record.digest() == whole and taken == [2] * 6
 

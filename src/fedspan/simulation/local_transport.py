@@ -391,7 +391,7 @@ class LocalTransport:
             for chunk in group.chunks():
                 ids = group.ids[chunk]
                 meta = {"do": do, "round": t, "capacity": group.capacity, "ids": ids, "together": group.together}
-                data = {"rows": self.record.take(ids), "own": group.own(chunk)}
+                data = {"rows": self.record.take(ids, self.executor.empty), "own": group.own(chunk)}
                 yield Job(meta | told(ids), data, f"{do}-{group.capacity}")
 
     def _download(self, do: str, t: int, c: int, ids: list[int]) -> tuple[Tree, dict[str, int], dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -31,7 +31,7 @@ from fedspan.storage import client_history
 from fedspan.storage.atomic import fsync_directory, writing
 from fedspan.storage.checkpoint import Loaded, RunDirectory
 from fedspan.storage.client_history import ClientHistory
-from fedspan.storage.client_store import ClientStore
+from fedspan.storage.client_store import ClientStore, in_own_memory
 from fedspan.storage.format_number import FORMAT, check_format
 from fedspan.storage.tree_file import BLOCK_BYTES
 from fedspan.tree import Tree
@@ -231,11 +231,11 @@ class Record:
         """One client's private state."""
         return self.stores[self.federation.capacities[client]].row(client)
 
-    def take(self, ids: Sequence[int]) -> Tree:
-        """The private states of some clients, stacked in that order."""
+    def take(self, ids: Sequence[int], empty: Callable[[Tree], Tree] = in_own_memory) -> Tree:
+        """The private states of some clients, stacked in that order, in tensors that `empty` makes."""
         groups = self._grouped(ids)
         if len(groups) == 1:
-            return self.stores[next(iter(groups))].take(ids)
+            return self.stores[next(iter(groups))].take(ids, empty)
         rows: Tree = tree.stack([self.row(i) for i in ids])
         return rows
 

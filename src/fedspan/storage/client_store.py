@@ -177,6 +177,12 @@ class _Disk:
         self._used, self._free, self._staged, self._before = 0, [], [], []
 
 
+def in_own_memory(like: Tree) -> Tree:
+    """Uninitialised tensors of the types and shapes of a tree."""
+    out: Tree = tree.map(lambda a: torch.empty(a.shape, dtype=a.dtype), like)
+    return out
+
+
 class ClientStore:
     """The private state of every client of one capacity group.
 
@@ -231,10 +237,14 @@ class ClientStore:
             self._touched[at] = self._held[at] = True
             self.segments.append(segment)
 
-    def take(self, ids: Sequence[int] | Tensor) -> Tree:
-        """The states of `ids`, stacked in that order: a copy, on the CPU."""
+    def take(self, ids: Sequence[int] | Tensor, empty: Callable[[Tree], Tree] = in_own_memory) -> Tree:
+        """The states of `ids`, stacked in that order: a copy, on the CPU.
+
+        Args:
+            empty: makes the tensors that are filled, of the types and shapes of a tree.
+        """
         at, step = self._at(ids), max(1, PIECE_BYTES // max(1, self.row_bytes))
-        return self._unpack(len(at), (self._read(at[k : k + step]) for k in range(0, len(at), step)))
+        return self._unpack(len(at), (self._read(at[k : k + step]) for k in range(0, len(at), step)), empty)
 
     def row(self, i: int) -> Tree:
         """The state of one client."""
@@ -359,9 +369,9 @@ class ClientStore:
             block[:, start:end] = as_bytes(leaf).reshape(n, end - start)
         return block
 
-    def _unpack(self, n: int, blocks: Iterable[Block]) -> Tree:
+    def _unpack(self, n: int, blocks: Iterable[Block], empty: Callable[[Tree], Tree] = in_own_memory) -> Tree:
         """Records as a tree; every leaf has memory of its own, so that it is aligned whatever came before it."""
-        out: Tree = tree.map(lambda like: torch.empty((n, *like.shape), dtype=like.dtype), self._like)
+        out = empty(tree.map(lambda a: a.new_empty((n, *a.shape)), self._like))
         columns = [as_bytes(leaf).reshape(n, -1) if leaf.numel() else None for leaf in tree.leaves(out)]
         start = 0
         for block in blocks:
