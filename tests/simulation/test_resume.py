@@ -180,26 +180,27 @@ def interrupt_at(t: int, value: Any) -> Any:
     return value
 
 
-def test_an_interrupt_between_keeping_two_parts_of_a_round_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+@pytest.mark.parametrize(("step", "time"), [("stage", 8), ("accept", 3)])
+def test_an_interrupt_while_rows_are_kept_is_resumed(
+    step: str, time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
-    """Rows are replaced chunk by chunk: an interrupt in between must not leave half a round in the checkpoint."""
+    """Rows are staged chunk by chunk, then accepted: an interrupt must not leave half a round in the checkpoint."""
     from fedspan.storage.client_store import ClientStore
 
     what = {"method": "ditto", **spec(chunk=2)}
     play(tmp_path / "whole", what)
-    put, count = ClientStore.put, [0]
+    done, count = getattr(ClientStore, step), [0]
 
     def counted(self: ClientStore, *args: Any) -> None:
         count[0] += 1
-        put(self, *args)
-        if count[0] == 8:
+        done(self, *args)
+        if count[0] == time:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ClientStore, "put", counted)
+    monkeypatch.setattr(ClientStore, step, counted)
     with pytest.raises(KeyboardInterrupt):
         play(tmp_path / "run", what)
-    monkeypatch.setattr(ClientStore, "put", put)
+    monkeypatch.setattr(ClientStore, step, done)
     play(tmp_path / "run", what)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
