@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from fedspan.learn.task import Task
 from fedspan.models import build
 from fedspan.studies.diagnosis import Diagnosis, diagnose
 from fedspan.studies.diagnosis.advice import SUITED
+from fedspan.studies.diagnosis.fits import left_out
+from fedspan.studies.diagnosis.score import ScoredCase, case_from, totals
 from fedspan.studies.diagnosis.statistics import between, label_distance
 
 DIGITS = load("digits")
@@ -69,9 +72,56 @@ def test_known_partitions_are_named(
     assert found.sentences()[0].lower().startswith(("the 18 clients", named))
 
 
-def test_who_holds_few_classes_gets_a_head_of_its_own() -> None:
-    assert look(partition(DIGITS, "pathological", 18, seed=1, classes_per_client=2)).methods[0] == "fedper"
-    assert look(partition(DIGITS, "dirichlet", 18, seed=1, alpha=0.5)).methods[0] == "ditto"
+def test_every_example_is_predicted_by_a_fit_without_it() -> None:
+    rng = np.random.default_rng(0)
+    z, target = rng.normal(size=(12, 3)), rng.normal(size=(12, 2))
+    found = left_out(z, target, 0.5)
+    for k in range(12):
+        rest = np.arange(12) != k
+        w = np.linalg.solve(z[rest].T @ z[rest] + 0.5 * np.eye(3), z[rest].T @ target[rest])
+        np.testing.assert_allclose(found[k], z[k] @ w, atol=1e-12)
+
+
+def test_personal_models_are_advised_where_linear_fits_gain_by_them() -> None:
+    alike, named = look(partition(DIGITS, "iid", 18, seed=1)), look(partition(DIGITS, "permuted-clients", 18, seed=1))
+    assert alike.fits is not None and named.fits is not None
+    assert alike.fits.gain < 0.02 and alike.methods[0] == "fedavg"
+    assert named.fits.gain > 0.4 and named.methods[0] == "fedavg-head"
+    assert named.settings("fedavg-head") == {"finetune_epochs": 10}
+    skewed = look(partition(DIGITS, "pathological", 18, seed=1, classes_per_client=2))
+    assert skewed.methods[0] == "fedavg-head" and any("Linear fits" in s for s in skewed.sentences())
+
+
+def test_clients_that_gain_nothing_from_one_another_are_told_so() -> None:
+    # Two hospitals that draw opposite conclusions from the same findings: what is common to them predicts nothing.
+    rng = torch.Generator().manual_seed(0)
+    pairs = [(x := torch.randn(60, 3, generator=rng), (-1) ** i * x[:, 0] + 0.1 * x[:, 1]) for i in range(6)]
+    found = look(FederatedData.from_arrays(pairs))
+    assert (found.kind, found.methods[0]) == ("own relations", "pfl-mf") and found.settings("pfl-mf")["rank"] >= 1
+    alone = look(FederatedData.from_arrays([(x, (y > 0).long()) for x, y in pairs], classes=2))
+    assert alone.fits is not None and alone.fits.own > alone.fits.common + 0.3
+
+
+def test_the_head_is_not_advised_where_it_is_the_whole_model() -> None:
+    data = partition(DIGITS, "permuted-clients", 18, seed=1)
+    task = Task(lambda: build("linear", tuple(data.x.shape[1:]), 10), seed=0)
+    assert "fedavg-head" not in diagnose(task, data).methods
+
+
+def scored(**changes: Any) -> ScoredCase:
+    values = {"name": "a", "kind": "clusters", "rank": 4, "kinds": ["clusters", "none"], "ranks": [4, 3]}
+    values |= {"first": ["ifca", "ifca"], "advised": [0.9, 0.8], "rows": {"x": [0.8, 0.84], "y": [0.9, None]}}
+    return case_from(values | changes)
+
+
+def test_the_score_is_the_distance_to_the_best_row_that_came_to_its_end() -> None:
+    case = scored()
+    assert case.best == ("x", pytest.approx(0.82)) and case.reached == pytest.approx(0.85)
+    assert case.behind == pytest.approx(-0.03) and case.near and case.named() == (1, 2) == case.ranked()
+    errors = scored(higher=False, kind=None, rank=None, rows={"x": [0.5, 0.5]})
+    assert errors.behind == pytest.approx(0.7) and not errors.near and errors.named() is None
+    assert totals([case, errors]) == {"kind": (1, 2), "rank": (1, 2), "near": (1, 2)}
+    assert scored(advised=[None, 0.9]).behind is None and not scored(advised=[None, 0.9]).near
 
 
 def test_inputs_that_differ_are_a_domain_shift_and_skew_is_seen_beside_it() -> None:
@@ -103,7 +153,7 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path: Path) -> None:
     exp.write_text('[data]\nsource = "digits"\n[partition]\nclients = 12\n[model]\nkind = "linear"\n')
     grouped = ("partition.kind=permuted-groups", "partition.groups=2")
     said = call("diagnose", str(exp), *grouped).output
-    assert "Clusters: inputs are alike, but 2 groups" in said and "Rank to start from" in said
-    assert "fedspan compare" in said and "above the noise" in said
+    assert "Clusters: inputs are alike, but 2 groups" in said and "for the rank of a subspace" in said
+    assert "above the noise" in said and "methods.pfl-mf.rank=2" in " ".join(said.split())
     found = json.loads(call("diagnose", str(exp), "partition.kind=iid", "--json").output)
     assert found["kind"] == "none" and found["methods"][0] == "fedavg" and len(found["spectrum"]) == 12

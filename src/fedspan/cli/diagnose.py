@@ -45,9 +45,17 @@ def diagnose(exp: Experiment, overrides: Overrides = None, as_json: Json = False
         for k, v in enumerate(found.steps.spectrum[:_SHOWN].tolist(), 1)
     ]
     show(table(["direction", "share of the first", "spectrum of the stacked steps"], bars, right=(0, 1)))
-    show(table(["try", "because"], found.advice()))
-    say(f"Rank to start from, where a method has one: {found.rank}.")
-    say(f"Next: fedspan compare {exp} --methods local,{','.join(found.methods)}")
+    rows = [(m, ", ".join(f"{k} = {v}" for k, v in found.settings(m).items()), why) for m, why in found.advice()]
+    show(table(["try", "with", "because"], rows))
+    say(f"Directions in which clients differ, for the rank of a subspace of models: {found.rank}.")
+    say(f"Next: {compare_command(str(exp), found)}")
+
+
+def compare_command(exp: str, found: Diagnosis) -> str:
+    """The command that compares what is advised, with what is proposed to set, beside training alone."""
+    names = list(dict.fromkeys(["local", *found.methods]))
+    fields = [f"methods.{m}.{k}={v}" for m in found.methods for k, v in found.settings(m).items()]
+    return " ".join(["fedspan compare", exp, "--methods", ",".join(names), *fields])
 
 
 def cautions(config: RunConfig, task: Task, data: FederatedData) -> list[str]:
@@ -72,6 +80,7 @@ def facts(found: Diagnosis) -> dict[str, Any]:
         "groups": found.groups,
         "rank": found.rank,
         "methods": list(found.methods),
+        "settings": {m: found.settings(m) for m in found.methods},
         "clients": found.sample.clients,
         "labels_beyond_chance": s.labels,
         "classes_held": s.classes_held,
@@ -79,6 +88,7 @@ def facts(found: Diagnosis) -> dict[str, Any]:
         "meaning_between_clients": s.meaning,
         "meaning_within_groups": s.within,
         "group_of_client": None if s.groups is None else dict(zip(map(str, found.sample.ids), s.groups.tolist())),
+        "linear_fits": None if found.fits is None else vars(found.fits),
         "steps_cosine_apart": g.apart,
         "steps_cosine_repeated": g.repeated,
         "spectrum": g.spectrum.tolist(),

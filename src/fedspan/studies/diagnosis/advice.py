@@ -10,6 +10,7 @@ import numpy as np
 from fedspan.data.federated import FederatedData
 from fedspan.learn.task import Task
 from fedspan.methods import METHODS
+from fedspan.studies.diagnosis.fits import LinearFits, linear_fits
 from fedspan.studies.diagnosis.probes import FirstSteps, steps
 from fedspan.studies.diagnosis.statistics import Sample, Statistics, sample, statistics
 
@@ -22,29 +23,37 @@ INPUTS = 0.02
 _EXPLAINED = 0.6  # times the label distance squared: what skewed labels alone do to the inputs (0.3 to 0.55 on digits)
 _MOST = 20  # a rank to start from is not larger than this
 
-# The order was settled on few of those federations (a perceptron, 60 rounds, defaults, not all candidates). Best among
-# those tried, in the order of the kinds: fedavg 93 %, ditto 97 (fedper 96; clients held 5 of 10 classes), fedper 88,
-# ifca 96 (fedper 93), ifca 93 (fedavg 90). Where clients held 2.6 of 10 classes fedper reached 97 %, ditto 95.
+# What linear fits must gain for personal models to be advised, and by how much fits of one's own must be ahead of those
+# near the common one for training alone to be advised.
+GAIN = 0.02
+ALONE = 0.02
+_MOSTLY = 0.5  # a gain of this share of what is explained at all: clients have little in common
+PASSES = 10  # over a client's examples, in which a head is fitted, or a model fine-tuned, before use
+
+# The order was settled on development seeds of experiments/diagnose/score.py.
 SUITED: dict[str, tuple[str, ...]] = {
-    "none": ("fedavg", "ditto", "fedala"),
-    "label skew": ("ditto", "fedper", "fedrep"),
-    "permuted labels": ("fedper", "fedrep", "pfl-mf"),
-    "clusters": ("ifca", "fedper", "pfl-mf"),
-    "domain shift": ("fedavg", "ditto", "fedala"),
+    "none": ("fedavg", "fedavg-ft", "apfl"),
+    "label skew": ("fedavg-head", "fedavg-ft", "ditto"),
+    "permuted labels": ("fedavg-head", "fedara", "fedper"),
+    "clusters": ("fedavg-head", "pfl-mf", "ifca"),
+    "domain shift": ("fedavg", "fedavg-ft", "ditto"),
+    "own relations": ("pfl-mf", "local", "ditto"),
 }
-_GROUPED_DOMAINS = ("ifca", "fedavg", "ditto")  # where few domains explain the shift
-_FEW_CLASSES = ("fedper", "ditto", "fedrep")  # where a client holds less than this share of the classes
-_FEW = 0.4
+_GROUPED_DOMAINS = ("ifca", "pfl-mf", "fedavg-head")  # where few domains explain the shift
+_ALONE = ("local", "apfl", "fedavg-head")
+_HEADLESS = {"fedavg-head": "fedavg-ft", "fedper": "local", "fedara": "apfl"}  # where the head is all of the model
 _WHY = {
     "fedavg": "one model for all, which labels that mean the same allow",
+    "fedavg-ft": "one model for all, which every client trains on before it uses it",
+    "fedavg-head": "one body for all, under a head that every client fits before use and throws away",
     "fedala": "starts from the common model and keeps what a client needs of its own",
     "ditto": "a personal model held near the common one",
+    "apfl": "mixes a model of one's own with the common one, by a share that each client learns",
     "fedper": "a common body under a head of one's own, which holds what the labels mean or how often they come",
-    "fedrep": "as fedper, with the head fitted first",
+    "fedara": "a common body held to anchors that all share, under a head of one's own",
     "pfl-mf": "finds the directions in which clients differ, and gives each a few coefficients",
     "ifca": "one model per group, and each client finds its own",
-    "factorized-fl-beta": "matches clients that learn alike",
-    "local": "no exchange at all",
+    "local": "no exchange at all, as clients gain little from one another",
 }
 
 
@@ -60,6 +69,7 @@ class Diagnosis:
     statistics: Statistics
     steps: FirstSteps
     sample: Sample
+    fits: LinearFits | None = None
 
     def sentences(self) -> list[str]:
         """The diagnosis in words."""
@@ -80,16 +90,29 @@ class Diagnosis:
             if s.groups is not None and s.within is not None:
                 text += f"; inside {self.groups} groups found, {max(0.0, s.within):.1%}"
             out.append(text + ".")
+        if self.fits is not None:
+            out.append(self._said_of_fits(self.fits))
         out.append(
             f"One step: steps of different clients have a cosine of {g.apart:.2f}, two halves of one client's examples"
             f" {g.repeated:.2f}; together the steps span {g.rank} direction{'s' if g.rank > 1 else ''} above the noise."
         )
         return out
 
+    def _said_of_fits(self, fits: LinearFits) -> str:
+        real = self.sample.y is None
+        common, own, near = (f"{max(0.0, v):.0%}" for v in (fits.common, fits.own, fits.near))
+        what = f"explains {common} of the target's variance" if real else f"gets {common} of the labels right"
+        return (
+            f"Linear fits, judged on examples left out: one for all {what}, one for each client {own}, one near the"
+            f" common one {near}."
+        )
+
     def settings(self, method: str) -> dict[str, Any]:
         """The fields that the diagnosis proposes for a method, beside its defaults."""
         if method == "ifca" and self.groups is not None:
             return {"clusters": self.groups}
+        if method in ("fedavg-head", "fedavg-ft"):
+            return {"finetune_epochs": PASSES}
         return {"rank": self.rank} if method == "pfl-mf" else {}
 
     def advice(self) -> list[tuple[str, str]]:
@@ -103,29 +126,46 @@ _KIND_SAYS = {
     "permuted labels": "Permuted labels: inputs are alike, but every client means something else by its labels.",
     "clusters": "Clusters: inputs are alike, but {k} groups of clients mean different things by their labels.",
     "domain shift": "Domain shift: the inputs themselves differ from client to client, also those of one label.",
+    "own relations": "Own relations: what the inputs say of the target differs from client to client.",
 }
 
 
 def diagnose(task: Task, data: FederatedData) -> Diagnosis:
-    """Look at the clients' training parts, and let each take one step; nothing is trained."""
+    """Look at the clients' training parts, fit linear models, and let each client take one step; nothing is trained."""
     seen = sample(data)
-    found, probe = statistics(seen, data.classes), steps(task, data, seen.ids)
-    kind, also = _kind(found)
+    found, probe, fits = statistics(seen, data.classes), steps(task, data, seen.ids), linear_fits(seen)
+    kind, also = _kind(found, fits)
     groups = None if found.groups is None else int(np.unique(found.groups).size)
+    methods = tuple(m for m in _suited(kind, groups, fits, headed=bool(task.head and task.body)) if m in METHODS)
+    return Diagnosis(kind, also, groups, _rank(kind, groups, probe, seen), methods, found, probe, seen, fits)
+
+
+def _suited(kind: str, groups: int | None, fits: LinearFits | None, headed: bool) -> tuple[str, ...]:
+    """What to try: by the kind, unless linear fits say that personal models gain nothing, or that clients gain nothing
+    from one another."""
     suited = SUITED[kind]
     if kind == "domain shift" and groups is not None:
         suited = _GROUPED_DOMAINS
-    if kind == "label skew" and (found.classes_held or 0.0) < _FEW * (data.classes or 1):
-        suited = _FEW_CLASSES
-    methods = tuple(m for m in suited if m in METHODS)
-    return Diagnosis(kind, also, groups, _rank(kind, groups, probe, seen), methods, found, probe, seen)
+    elif kind in ("label skew", "domain shift", "none") and fits is not None:
+        if fits.own > fits.near + ALONE and fits.gain > GAIN:
+            suited = _ALONE
+        elif fits.gain <= GAIN:
+            suited = SUITED["none"]
+        elif kind != "label skew":
+            suited = SUITED["label skew"]
+    if not headed:
+        suited = tuple(dict.fromkeys(_HEADLESS.get(m, m) for m in suited))
+    return suited
 
 
-def _kind(s: Statistics) -> tuple[str, tuple[str, ...]]:
+def _kind(s: Statistics, fits: LinearFits | None) -> tuple[str, tuple[str, ...]]:
     labels = 0.0 if s.labels is None else max(0.0, s.labels)
     skewed = labels > LABELS
     apart = s.inputs - (_EXPLAINED * labels**2 if skewed else 0.0) > INPUTS
     if s.meaning is None:
+        shifted = ("domain shift",) if apart else ()
+        if fits is not None and fits.gain > max(GAIN, _MOSTLY * max(fits.own, fits.near)):
+            return "own relations", shifted
         return ("domain shift" if apart else "none"), ()
     if s.meaning <= MEANING:
         return ("label skew" if skewed else "none"), ()
