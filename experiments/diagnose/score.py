@@ -43,7 +43,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "apfl": {},
     "ifca": {},
     "pfl-mf": {},
-    "pfedloru": {},
     "fedara": {},
 }
 """The common set: methods with their own defaults, but for HEADS."""

@@ -65,12 +65,14 @@ def _per_client(z: Floats, target: Floats, rows: Sequence[NDArray[np.intp]], rid
 def _targets(of: Sample) -> Floats | None:
     """One column per label, or the standardised targets; centred, so that zero is what is said without a model."""
     if of.y is not None:
-        made: Floats = (of.y[:, None] == np.unique(of.y)[None]).astype(np.float64)
-        return made - made.mean(0)
+        held: Floats = (of.y[:, None] == np.unique(of.y)[None]).astype(np.float64)
+        centred: Floats = held - held.mean(0)
+        return centred
     if of.target is None:
         return None
-    spread = of.target.std()
-    return (of.target - of.target.mean())[:, None] / spread if spread > 0 else None
+    spread = float(of.target.std())
+    scaled: Floats = (of.target - of.target.mean())[:, None] / (spread or 1.0)
+    return scaled if spread > 0 else None
 
 
 @dataclass(frozen=True)
