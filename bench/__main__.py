@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,13 +15,15 @@ from bench.contestants import (
     QUICK_WORKLOADS,
     ROOT,
     Contestant,
+    Environments,
     missing,
-    python_of,
 )
 from bench.outcome import Outcome, Row, long_table, machine, wide_table
 from bench.processes import run
 from bench.workloads import WORKLOADS
 
+BUSY = 0.7
+"""The load from which on somebody else is computing."""
 LONGEST = 600.0
 """Seconds after which a contestant's turn is given up."""
 
@@ -30,38 +33,53 @@ def main() -> None:
     args = _arguments()
     names = _chosen(args.workloads, [*WORKLOADS, JOB, "scale"], "workload")
     rows = _chosen(args.only, list(CONTESTANTS), "row")
-    if args.out.exists() and not args.resume:
-        args.out.unlink()
-    outcome = Outcome.load(args.out)
-    outcome.machine = machine()
-    peers: dict[str, str] = {}
-    refused: dict[str, str] = {}
+    outcome = _begun(args.out, args.resume)
     wanted = [CONTESTANTS[name] for name in rows if args.peers or not CONTESTANTS[name].peer]
+    environments = Environments()
     if args.peers:
         from bench.peers.environment import prepare
 
-        peers, refused = prepare({c.peer for c in wanted if c.peer})
+        environments = prepare({c.peer for c in wanted if c.peer})
     print(", ".join(f"{k}: {v}" for k, v in outcome.machine.items()), flush=True)
-    for name in names:
-        why = missing(name)
-        if why is not None:
-            print(f"{name}: skipped, as {why}.", flush=True)
-        elif name != "scale":
-            _take_turns(outcome, name, [c for c in wanted if c.on(name)], args.turns, peers, refused)
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY:
+        print(f"The machine is busy (load {os.getloadavg()[0]:.1f}): figures will be too low, and ratios uncertain.")
+    try:
+        for name in names:
+            why = missing(name)
+            if why is not None:
+                print(f"{name}: skipped, as {why}.", flush=True)
+            elif name != "scale":
+                _take_turns(outcome, name, [c for c in wanted if c.on(name)], args.turns, environments)
+    except KeyboardInterrupt:
+        sys.exit(f"bench: stopped. {args.out} holds what was measured; RESUME=1 (--resume) goes on.")
+    if "scale" in names:
+        from bench.scale import main as scale
+
+        outcome.scale = scale()
+        outcome.save()
+    _show(outcome)
+
+
+def _begun(path: Path, resume: bool) -> Outcome:
+    """An outcome to add to: what the file holds, or a new one."""
+    outcome, here = Outcome.load(path) if resume else Outcome(path), machine()
+    if outcome.machine and outcome.machine != here:
+        sys.exit(f"bench: {path} was measured with {outcome.machine}, and this is {here}; start over without --resume.")
+    outcome.machine = here
+    outcome.save()
+    return outcome
+
+
+def _show(outcome: Outcome) -> None:
+    """Print the tables."""
     found = outcome.rows()
     print("\n".join(["", *long_table(found), ""]))
     titles, lines = wide_table(found)
     if lines:
         print("Ratio of samples per second to the plain loop on one thread; in brackets of examples, once each:")
-        print(
-            "\n".join("".join(f"{c:<38}" if k == 0 else f"{c:>15}" for k, c in enumerate(r)) for r in [titles, *lines])
-        )
-    outcome.save()
-    print(f"written: {args.out}")
-    if "scale" in names:
-        from bench.scale import main as scale
-
-        scale()
+        for first, *cells in [titles, *lines]:
+            print(f"{first:<38}" + "".join(f"{cell:>15}" for cell in cells))
+    print(f"written: {outcome.path}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -94,26 +112,28 @@ def _chosen(text: str, allowed: list[str], what: str) -> list[str]:
 
 
 def _take_turns(
-    outcome: Outcome, workload: str, rows: list[Contestant], turns: int, peers: dict[str, str], refused: dict[str, str]
+    outcome: Outcome, workload: str, rows: list[Contestant], turns: int, environments: Environments
 ) -> None:
     """A B C A B C ...: a drift of the machine's speed then hits all of them."""
     failed: set[str] = set()
     for turn in range(1, turns + 1):
-        for c in rows:
+        for k, c in enumerate(rows, start=1):
             if c.name in failed or outcome.has(workload, c.name, turn):
                 continue
             start = time.perf_counter()
-            found = {"error": refused[c.peer]} if c.peer in refused else _measure(outcome, workload, c, peers)
+            refused = environments.refused.get(c.peer)
+            found = {"error": refused} if refused else _measure(outcome, workload, c, environments)
             if "error" in found:
                 failed.add(c.name)  # whatever stands in the way stands there in the next turn too
             outcome.add({"workload": workload, "contestant": c.name, "turn": turn, **found})
             now, took = time.strftime("%H:%M:%S"), time.perf_counter() - start
-            print(f"{now} {workload} turn {turn}/{turns} {c.name}: {_told(found)} [{took:.1f} s]", flush=True)
+            where = f"{workload} turn {turn} of {turns}, {k} of {len(rows)}"
+            print(f"{now} {where}: {c.name}: {_told(found)} [{took:.1f} s]", flush=True)
 
 
-def _measure(outcome: Outcome, workload: str, c: Contestant, peers: dict[str, str]) -> Row:
+def _measure(outcome: Outcome, workload: str, c: Contestant, environments: Environments) -> Row:
     """One turn of one contestant."""
-    found = run(c.command(workload, python_of(c, peers)), ROOT, LONGEST)
+    found = run(c.command(workload, environments.python(c.peer)), ROOT, LONGEST)
     if c.row and "error" not in found:
         counted = _gradients(outcome, workload, c.row, found["rounds"])
         if isinstance(counted, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.rows import METHODS
@@ -123,6 +123,13 @@ def missing(workload: str) -> str | None:
     return None
 
 
-def python_of(c: Contestant, peers: dict[str, str]) -> str:
-    """The interpreter a contestant runs in; `peers` are those of other projects by environment."""
-    return peers[c.peer] if c.peer else sys.executable
+@dataclass
+class Environments:
+    """The interpreters of other projects, and why some could not be made."""
+
+    made: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def python(self, peer: str) -> str:
+        """The interpreter of a peer's environment; fedspan's own where none is named."""
+        return self.made[peer] if peer else sys.executable

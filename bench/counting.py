@@ -1,7 +1,7 @@
 """How many gradients a row takes: counted in a run, not by a formula. `python -m bench.counting WORKLOAD ROW`.
 
 A sample counts once for every gradient that flows back through its loss while clients train. The run that counts has
-the row's method, clients, rounds and minibatches, but smaller pictures, and computes one client after another in one
+the row's method, clients, rounds and minibatches, but a smaller model, and computes one client after another in one
 process, where a hook on the loss hears of every backward pass. Fits in closed form on cached outputs count nothing.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -18,8 +19,12 @@ from bench.rows import rounds_of
 from bench.workloads import Workload
 from fedspan.learn.task import Task
 
-SMALL = {"mlp": (1, 2, 2), "cnn": (3, 16, 16), "resnet9": (3, 11, 11)}
-"""The smallest pictures that the models take, or nearly so."""
+SMALL: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "mlp": ((1, 2, 2), {}),
+    "cnn": ((3, 16, 16), {}),
+    "resnet9": ((3, 11, 11), {"width": 16}),
+}
+"""The smallest pictures that the models take, and fewer channels: what is counted does not depend on either."""
 
 
 class GradientCount:
@@ -51,9 +56,10 @@ class GradientCount:
 
 def count(w: Workload, row: str, rounds: int) -> int:
     """Gradients of samples in the rounds after the first, as many as are timed."""
-    data = federated(w, SMALL[w.model])
+    shape, options = SMALL[w.model]
+    data = federated(w, shape)
     # One round more than is counted: the last one ends with the evaluation, which may fit something too.
-    run = simulation(w, row, data, rounds + 2, mapping="loop", workers=1)
+    run = simulation(w, row, data, rounds + 2, options, mapping="loop", workers=1)
     counted, marks = GradientCount(), list[int]()
     with counted.listening():
         run.run(lambda _: marks.append(counted.samples))

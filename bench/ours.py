@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 
 SEED = 0
+EMPTY: Mapping[str, Any] = {}
 
 
-def simulation(w: Workload, row: str, data: FederatedData, rounds: int, **settings: Any) -> Simulation:
-    """The run of a row: 10 % of the clients in a round, evaluated once, at the end."""
+def simulation(
+    w: Workload, row: str, data: FederatedData, rounds: int, options: Mapping[str, Any] = EMPTY, **settings: Any
+) -> Simulation:
+    """The run of a row: 10 % of the clients in a round, evaluated once, at the end; `options` are the model's."""
     name, fields, _ = METHODS[row]
-    task = Task(lambda: build(w.model, tuple(data.x.shape[1:]), CLASSES), seed=SEED)
+    task = Task(lambda: build(w.model, tuple(data.x.shape[1:]), CLASSES, **options), seed=SEED)
     out = settings.pop("out", None)
     chosen = Settings(participation=PARTICIPATION, batch_size=w.batch, evaluate_every=10**9, **settings)
     method = make(name, lr=LR, **fields)

@@ -26,6 +26,8 @@ class Outcome:
     counts: dict[str, int] = field(default_factory=dict)
     """Gradients by workload, row and number of rounds."""
     measurements: list[Row] = field(default_factory=list)
+    scale: list[Row] = field(default_factory=list)
+    """What `bench.scale` told of many clients."""
 
     @staticmethod
     def load(path: Path) -> Outcome:
@@ -33,11 +35,12 @@ class Outcome:
         if not path.is_file():
             return Outcome(path)
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return Outcome(path, kept["machine"], kept["counts"], kept["measurements"])
+        return Outcome(path, kept["machine"], kept["counts"], kept["measurements"], kept["scale"])
 
     def save(self) -> None:
         """Write everything, in one step."""
-        whole = {"machine": self.machine, "rows": self.rows(), "counts": self.counts, "measurements": self.measurements}
+        whole = {"machine": self.machine, "rows": self.rows(), "scale": self.scale}
+        whole |= {"counts": self.counts, "measurements": self.measurements}
         beside = self.path.with_name(self.path.name + ".part")
         beside.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         beside.replace(self.path)

@@ -17,8 +17,8 @@ from bench.measurement import Measurement, main
 from bench.models import build
 from bench.workloads import LR, Data, Workload
 
-SECONDS = 2.5
-CONVOLUTION_SECONDS = 5.0
+SECONDS = 2.0
+CONVOLUTION_SECONDS = 4.0
 
 
 class PlainLoop:

@@ -11,11 +11,11 @@ METHODS: dict[str, tuple[str, dict[str, Any], float]] = {
     "fedavg": ("fedavg", {}, 1.0),
     "pfl-mf": ("pfl-mf", {}, 2.0),
     "pfl-mf-paper": ("pfl-mf-paper", {"rank": 10, "v_steps": 1}, 1.5),
-    "ditto": ("ditto", {}, 2.0),
+    "ditto": ("ditto", {}, 3.0),
     "fedrep": ("fedrep", {"head_epochs": 10}, 4.0),
     "fedloru": ("fedloru", {}, 1.5),
     "fedara": ("fedara", {}, 4.0),
-    "factorized-fl": ("factorized-fl-alpha", {}, 3.0),
+    "factorized-fl": ("factorized-fl-alpha", {}, 5.0),
 }
 """Rows: the method, its fields beside the learning rate, and what its round costs in rounds of FedAvg, roughly."""
 

@@ -1,76 +1,129 @@
-"""10,000 clients: memory and seconds per participant beside the same with 1,000."""
+"""Many clients that keep a model each: memory of all processes, seconds per participant, evaluation and end included.
+
+Nothing is left out of the runs: the last round evaluates every client, and the end hashes every client's state. All
+clients begin with a state on disk, as if each had taken part before.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from typing import Any
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PARTICIPANTS, TRAIN, TEST, POOL = 100, 5, 2, 7_000
+MEMORY_MB = 64
+"""What the clients' states may take of memory: all sizes keep them on disk."""
+
+SIZES = (("mlp", 1_000, 1_024), ("mlp", 10_000, 1_024), ("linear", 1_000, 4_096), ("linear", 100_000, 4_096))
+"""Model, clients, and the bound on memory in MB."""
 
 
-def one(clients: int, rounds: int) -> dict[str, Any]:
-    """Ditto on an MLP, 100 clients per round, each with a model of its own; kept on disk beyond 1 GB."""
-    import resource
-    import time
+@dataclass
+class PeakMemory:
+    """The most memory that this process and its children held together, in MB."""
 
+    resident: int = 0
+    """Sum of what each of them has in memory; pages that several share count for each."""
+    proportional: int = 0
+    """The same with shared pages counted once (Linux)."""
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def look(self) -> None:
+        import psutil
+
+        held = pss = 0
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            try:
+                info = process.memory_full_info()
+            except psutil.NoSuchProcess:
+                continue
+            held, pss = held + info.rss, pss + getattr(info, "pss", info.rss)
+        self.resident, self.proportional = max(self.resident, held >> 20), max(self.proportional, pss >> 20)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.1):
+            self.look()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look ten times a second while the block runs."""
+        thread = threading.Thread(target=self._watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+            self.look()
+
+
+def one(kind: str, clients: int, rounds: int) -> dict[str, Any]:
+    """Ditto, 100 clients per round, each with a model of its own."""
     import numpy as np
-    import psutil
     import torch
 
     from fedspan.data.federated import FederatedData
     from fedspan.learn.task import Task
     from fedspan.methods import make
     from fedspan.models import build
-    from fedspan.simulation.driver import Evaluated
     from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import Simulation
 
-    n = clients * 7
-    x = torch.randn(7_000, 784, generator=torch.Generator().manual_seed(0))
-    y = torch.arange(7_000) % 10
-    rows = np.arange(n) % 7_000
-    train = [rows[7 * i : 7 * i + 5] for i in range(clients)]
-    data = FederatedData(x=x, y=y, train=train, test=[rows[7 * i + 5 : 7 * i + 7] for i in range(clients)], classes=10)
-    settings = Settings(participation=100 / clients, batch_size=32, evaluate_every=10**9, memory_mb=1024)
-    task = Task(lambda: build("mlp", (784,), 10), seed=0)
-    sim = Simulation(make("ditto"), task, data, rounds=rounds, settings=settings)
-    sim._evaluate = lambda t, ledger: Evaluated({}, {})  # type: ignore[method-assign]
-    sim.record.digest = lambda: ""  # type: ignore[method-assign]  # reads every client's state; not part of a round
-    marks, memory = [time.perf_counter()], []
-
-    def seen(line: dict[str, Any]) -> None:
-        marks.append(time.perf_counter())
-        memory.append(psutil.Process().memory_info().rss >> 20)
-
-    sim.run(seen)
+    each = TRAIN + TEST
+    x = torch.randn(POOL, 784, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(POOL) % 10
+    rows = (np.arange(clients * each) % POOL).reshape(clients, each)
+    data = FederatedData(x=x, y=y, train=list(rows[:, :TRAIN]), test=list(rows[:, TRAIN:]), classes=10)
+    settings = Settings(participation=PARTICIPANTS / clients, evaluate_every=10**9, memory_mb=MEMORY_MB)
+    sim = Simulation(
+        make("ditto"), Task(lambda: build(kind, (784,), 10), seed=0), data, rounds=rounds, settings=settings
+    )
+    for start in range(0, clients, 10):
+        ids = range(start, start + 10)
+        sim.record.put(ids, sim.record.take(ids))
+    (store,) = sim.record.stores.values()
+    assert store.on_disk
+    seconds: list[float] = []
+    peak, began = PeakMemory(), time.perf_counter()
+    with peak.watched():
+        result = sim.run(lambda line: seconds.append(line["seconds"]))
     return {
-        "workload": f"scale-{clients}",
+        "workload": f"scale-{kind}-{clients}",
         "method": "ditto",
-        "seconds_per_participant": (marks[-1] - marks[2]) / (100 * (len(marks) - 3)),
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
-        "peak_rss_mb_worker": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10,
-        "rss_mb_round_10": memory[min(9, len(memory) - 1)],
-        "rss_mb_last_round": memory[-1],
+        "rows_mb": clients * store.row_bytes >> 20,
+        "seconds_per_participant": float(np.median(seconds[1:])) / PARTICIPANTS,
+        "seconds_per_evaluated_client": result.seconds["evaluate"] / clients,
+        "seconds": time.perf_counter() - began,
+        "peak_mb": peak.resident,
+        "peak_mb_shared_once": peak.proportional,
+        "digest": result.digest[:16],
         "rounds": rounds,
     }
 
 
 def main() -> list[dict[str, Any]]:
-    """Both sizes, each in a process of its own."""
-    rows = []
-    for clients in (1_000, 10_000):
-        out = subprocess.run(
-            [sys.executable, "-c", f"import json; from bench.scale import one; print(json.dumps(one({clients}, 30)))"],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        rows.append(json.loads(out.splitlines()[-1]))
+    """All sizes, each in a process of its own; the small one of each model is what seconds are compared with."""
+    rows: list[dict[str, Any]] = []
+    for kind, clients, bound in SIZES:
+        code = f"import json; from bench.scale import one; print(json.dumps(one({kind!r}, {clients}, 30)))"
+        out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        rows.append({**json.loads(out.splitlines()[-1]), "bound_mb": bound})
         r = rows[-1]
         print(
-            f"{clients:,} clients, 100 per round, own model each: {1000 * r['seconds_per_participant']:.2f} ms per"
-            f" participant, peak {r['peak_rss_mb']:,} MB, {r['rss_mb_round_10']:,} MB after round 10,"
-            f" {r['rss_mb_last_round']:,} MB after round {r['rounds']}",
+            f"{clients:,} clients, 100 per round, a model ({kind}) each ({r['rows_mb']:,} MB on disk):"
+            f" {1000 * r['seconds_per_participant']:.2f} ms per participant,"
+            f" {1000 * r['seconds_per_evaluated_client']:.2f} ms per evaluated client, {r['seconds']:.0f} s in all,"
+            f" peak {r['peak_mb']:,} MB ({r['peak_mb_shared_once']:,} MB with shared pages counted once;"
+            f" bound {bound:,} MB)",
             flush=True,
         )
     return rows

@@ -106,12 +106,12 @@ class Workload:
 WORKLOADS = {
     w.name: w
     for w in (
-        Workload("mlp-100-b256", "MLP 100 b256", "mlp", 100, 256, 70_000, 50),
-        Workload("mlp-100-b32", "MLP 100 b32", "mlp", 100, 32, 70_000, 24),
-        Workload("mlp-1000-b256", "MLP 1000 b256", "mlp", 1000, 256, 70_000, 30),
-        Workload("mlp-1000-b32", "MLP 1000 b32", "mlp", 1000, 32, 70_000, 24),
+        Workload("mlp-100-b256", "MLP 100 b256", "mlp", 100, 256, 70_000, 30),
+        Workload("mlp-100-b32", "MLP 100 b32", "mlp", 100, 32, 70_000, 16),
+        Workload("mlp-1000-b256", "MLP 1000 b256", "mlp", 1000, 256, 70_000, 20),
+        Workload("mlp-1000-b32", "MLP 1000 b32", "mlp", 1000, 32, 70_000, 14),
         Workload("cnn-100-b256", "CNN b256", "cnn", 100, 256, 60_000, 2),
         Workload("cnn-100-b32", "CNN b32", "cnn", 100, 32, 60_000, 2),
-        Workload("resnet9-60-b32", "ResNet-9 b32", "resnet9", 60, 32, 3_000, 2),
+        Workload("resnet9-100-b32", "ResNet-9 b32", "resnet9", 100, 32, 2_400, 2),
     )
 }

@@ -8,23 +8,23 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench.contestants import ROOT
+from bench.contestants import ROOT, Environments
 
 HERE = Path(__file__).parent
 PLACE = ROOT / ".venv-peers"
 
 
-def prepare(names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Interpreters by environment, and for those that could not be made the reason."""
-    made, refused = {}, {}
+def prepare(names: Iterable[str]) -> Environments:
+    """Make the environments of these names, or find them made."""
+    found = Environments()
     for name in sorted(names):
         try:
-            made[name] = _environment(name)
+            found.made[name] = _environment(name)
         except subprocess.CalledProcessError as e:
             told = [line for line in e.stderr.splitlines() if line.strip() and "notice" not in line]
-            refused[name] = f"its packages could not be installed: {told[-1] if told else e}"[:300]
-            print(f"{name}: {refused[name]}", flush=True)
-    return made, refused
+            found.refused[name] = f"its packages could not be installed: {told[-1] if told else e}"[:300]
+            print(f"{name}: {found.refused[name]}", flush=True)
+    return found
 
 
 def _environment(name: str) -> str:

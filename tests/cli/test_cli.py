@@ -262,7 +262,7 @@ def test_data_and_partition(here: Path) -> None:
 
 def test_doctor() -> None:
     said = call("doctor").stdout
-    assert "torch" in said and "agree to" in said and "train.mapping" in said
+    assert "torch" in said and "agree to" in said and "train.mapping" in said and "train.precision='bf16'" in said
 
 
 @pytest.mark.parametrize("method", ["fedper", "pfl-mf", "oracle", "local"])

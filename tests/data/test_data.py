@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from fedspan.data import SOURCES, FederatedData, load
 from fedspan.data.federated import split
+from fedspan.data.formats import parquet as tables
 from fedspan.data.sources.catalog import KNOWN
 from fedspan.errors import ConfigError, DataError, FedspanError
 
@@ -552,3 +553,12 @@ def test_federated_data_checks_its_fields(change: dict[str, Any], sentence: str)
     FederatedData(**good)
     with pytest.raises(DataError, match=sentence):
         FederatedData(**{**good, **change})
+
+
+def test_whole_numbers_of_a_column_are_read_by_their_memory() -> None:
+    column = pa.array([5, 6, 7, 8], pa.int32())[1:3]
+    assert tables._values(column).tolist() == [6, 7] and tables._values(column).dtype == np.int32
+    assert tables._values(column[:0]).tolist() == []
+    holes = tables._values(pa.array([1, None], pa.int64()))  # as before: pyarrow's own way
+    assert holes[0] == 1 and np.isnan(holes[1])
+    assert tables._values(pa.array(["a", "b"])).tolist() == ["a", "b"]

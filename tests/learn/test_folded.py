@@ -17,7 +17,7 @@ from fedspan import tree
 from fedspan.learn import folded
 from fedspan.learn.batches import Batch, Batches
 from fedspan.learn.folded import folding
-from fedspan.learn.sgd import Loss, adamw, gradient_and_value, mean_gradient, sgd
+from fedspan.learn.sgd import Loss, Near, adamw, gradient_and_value, mean_gradient, sgd
 from fedspan.learn.task import Task
 from fedspan.randomness import key
 from fedspan.tree import Params, Tree
@@ -73,10 +73,10 @@ def task_of(kind: str) -> Task:
 
 
 def setting(kind: str) -> tuple[Task, Tensor, Tensor, Tensor, Tree]:
-    """A task, examples, ragged index rows [C, K, B] in descending length, and another start for every client."""
+    """A task, examples, ragged index rows [C, K, B], and another start for every client."""
     task, data = task_of(kind), make_data("cnn" if kind == "cnn" else "mlp", clients=6)
     rows = torch.full((CLIENTS, 4, 5), -1)
-    for c, n in enumerate((20, 12, 11, 3)):
+    for c, n in enumerate((12, 3, 20, 11)):
         rows[c].view(-1)[:n] = torch.arange(c, c + n)
     torch.manual_seed(2)
     starts = tree.stack([tree.map(lambda t: t + 0.1 * torch.randn_like(t), task.init()) for _ in range(CLIENTS)])
@@ -128,19 +128,31 @@ def through_a_detached_weight(task: Task) -> Loss:
     return loss
 
 
+def near(task: Task) -> Loss:
+    return Near(task.loss, {k: v + 0.1 for k, v in task.init().items() if k != task.names[1]}, 0.7)
+
+
 LOSSES: dict[str, Callable[[Task], Loss]] = {
     "plain": plain,
     "decayed": decayed,
     "called-twice": called_twice,
     "own-teacher": own_teacher,
     "detached-weight": through_a_detached_weight,
+    "near": near,
 }
 KINDS = ["mlp", "dropout", "cnn", *MODELS]
 CASES = [(kind, "plain") for kind in KINDS] + [(kind, name) for name in list(LOSSES)[1:] for kind in ("mlp", "normed")]
 
 
+@pytest.fixture(params=["slots", "packed"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small models keep empty slots; with calls that cost nothing they are left out, as in larger models."""
+    monkeypatch.setattr(folded, "_CALL", 0 if request.param == "packed" else 10**12)
+    return str(request.param)
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{k}-{n}" for k, n in CASES])
-def test_plain_sgd(kind: str, name: str) -> None:
+def test_plain_sgd(kind: str, name: str, layout: str) -> None:
     together, alone = both_ways(kind, lambda task, p, b: sgd(LOSSES[name](task), p, b, 0.2))
     assert_close(together, alone)
 
@@ -149,6 +161,7 @@ OPTIMIZERS: dict[str, Callable[[Task, Params, Batches], Tree]] = {
     "momentum": lambda t, p, b: sgd(t.loss, p, b, 0.2, momentum=0.9),
     "decay": lambda t, p, b: sgd(t.loss, p, b, 0.2, weight_decay=0.1),
     "adamw": lambda t, p, b: adamw(t.loss, p, b, 0.05, weight_decay=0.1),
+    "near-momentum": lambda t, p, b: sgd(near(t), p, b, 0.2, momentum=0.9),
     "prox": lambda t, p, b: sgd(t.loss, p, b, 0.2, prox={t.names[0]: lambda w: F.softshrink(w, 0.05)}),
     "gradient": lambda t, p, b: dict(zip(("slope", "value"), gradient_and_value(t.loss, p, next(iter(b))))),
     "mean-gradient": lambda t, p, b: mean_gradient(t.loss, p, b),
@@ -157,9 +170,30 @@ OPTIMIZERS: dict[str, Callable[[Task, Params, Batches], Tree]] = {
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "scaled"])
 @pytest.mark.parametrize("how", OPTIMIZERS)
-def test_optimisers_and_gradients(how: str, kind: str) -> None:
+def test_optimisers_and_gradients(how: str, kind: str, layout: str) -> None:
     together, alone = both_ways(kind, OPTIMIZERS[how])
     assert_close(together, alone)
+
+
+@pytest.mark.parametrize("part", ["client", "_slots", "_row_of"])
+def test_rows_of_other_clients_are_caught(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "_CALL", 0)
+    right = getattr(folded.RowLayout, part).func
+    monkeypatch.setattr(folded.RowLayout, part, property(lambda layout: right(layout).roll(1)))
+    with pytest.raises(AssertionError):
+        assert_close(*both_ways("normed" if part == "client" else "scaled", lambda t, p, b: sgd(t.loss, p, b, 0.2)))
+
+
+def test_a_pull_on_clients_without_examples_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded.FoldedRows, "live", lambda rows, dtype: torch.ones(len(rows.counts), dtype=dtype))
+    monkeypatch.setattr(folded, "_mark_steps", lambda *_: set())
+    with pytest.raises(AssertionError):
+        assert_close(*both_ways("mlp", lambda t, p, b: sgd(near(t), p, b, 0.2)))
+
+
+def test_segments_are_runs_of_equal_counts() -> None:
+    found = folded.RowLayout([4, 4, 0, 4, 2, 2, 0], 4, packed=True).segments
+    assert [tuple(s) for s in found] == [(0, 2, 0, 4), (3, 1, 8, 4), (4, 2, 12, 2)]
 
 
 def test_a_body_that_all_clients_have_in_common() -> None:
@@ -200,6 +234,7 @@ def test_linear_layers_step_in_their_product_where_nothing_else_reads_them(monke
     monkeypatch.setattr(folded, "_mark_steps", counted)
     expected = {("mlp", "plain"): 6, ("twice", "plain"): 2, ("tied", "plain"): 0, ("cnn", "plain"): 4}
     expected |= {("mlp", "decayed"): 0, ("mlp", "called-twice"): 0, ("scaled", "plain"): 1}
+    expected |= {("mlp", "near"): 6}
     for (kind, name), number in expected.items():
         marked.clear()
         both_ways(kind, lambda task, p, b, name=name: sgd(LOSSES[name](task), p, b, 0.2))
@@ -210,7 +245,7 @@ def test_linear_layers_step_in_their_product_where_nothing_else_reads_them(monke
 def test_a_step_taken_too_early_is_caught(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The faults that the rule about uses prevents: each makes the comparison above fail."""
 
-    def always(total: Tensor, leaves: list[Tensor], lr: float) -> set[int]:
+    def always(total: Tensor, leaves: list[Tensor], ends: list[Any], lr: float, pulls: Any) -> set[int]:
         at, stepped, stack, seen = {id(t): i for i, t in enumerate(leaves)}, set(), [total.grad_fn], set()
         while stack:
             node: Any = stack.pop()
@@ -220,7 +255,7 @@ def test_a_step_taken_too_early_is_caught(kind: str, name: str, monkeypatch: pyt
             for position, (child, _) in enumerate(node.next_functions):
                 i = at.get(id(getattr(child, "variable", None)))
                 if i is not None and hasattr(node, "steps"):
-                    node.steps[position] = lr
+                    node.steps[position] = folded._Step(lr, None)
                     stepped.add(i)
                 stack.append(child)
         return stepped

@@ -57,6 +57,13 @@ def test_a_step_that_explodes_is_taken_at_a_quarter_until_it_does_not() -> None:
     assert torch.equal(new, descended(3)(tried[-1]))
 
 
+def test_a_single_step_may_overshoot_as_a_mean_follows() -> None:
+    start = torch.ones(2, dtype=torch.float64)
+    far = 10 * start
+    assert shortened(lambda lr: far, start, distance, 1.0, several=False) is far
+    assert torch.equal(shortened(lambda lr: far, start, distance, 1.0), start)
+
+
 def test_what_no_step_improves_stays_where_it_was() -> None:
     start, calls = torch.ones(2, dtype=torch.float64), list[float]()
 

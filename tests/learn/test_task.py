@@ -401,7 +401,7 @@ def test_a_loss_of_batches_runs_in_the_loop_and_is_the_loss_it_is() -> None:
     sims = [Simulation(FedAvg(lr=0.1), t, make_data(), rounds=2, settings=settings) for t in (task, each)]
     for sim in sims:
         sim.run()
-    assert [sim.mapping for sim in sims] == ["loop", "vmap"]
+    assert [sim.mapping for sim in sims] == ["loop", "folded"]
     assert_close(*(sim.record.server for sim in sims))  # a mean over examples is the one loss both kinds can say
     assert task.converted(lambda m: m).unmappable() == task.unmappable() != []
     with pytest.raises(ConfigError, match=r"loss_of='batch'\) cannot be computed for many clients at once"):
@@ -442,6 +442,6 @@ def test_a_model_may_return_an_object_with_logits() -> None:
     x = numbers(4, 5)
     assert torch.equal(task.predict(task.init(), x), plain.predict(start, x))
     sim = Simulation(FedAvg(), task, make_data(), rounds=1, settings=Settings(precision="float64", workers=1))
-    assert sim.mapping == "vmap" and sim.run().rounds == 1
+    assert sim.mapping == "folded" and sim.run().rounds == 1
     with pytest.raises(ConfigError, match=r"must return a tensor, or an object whose 'logits' is one. Got tuple"):
         Simulation(FedAvg(), Task(Outputs("tuple")), make_data(), rounds=1, settings=Settings(precision="float64"))

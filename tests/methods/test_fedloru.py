@@ -443,15 +443,15 @@ def test_the_server_averages_what_inner_factors_make() -> None:
 @MAPPING
 def test_pfedlora_without_its_pair_is_fedavg(mapping: str) -> None:
     fedavg = models(run(method_of(FedAvg, **STEPS), mapping=mapping))
-    assert_close(models(run(method_of(PFedLoRAJoint, alpha=0.0, **STEPS), mapping=mapping)), fedavg)
-    phases = method_of(PFedLoRA, personal_epochs=0, global_epochs=2, **STEPS)
+    assert_close(models(run(method_of(PFedLoRAJoint, alpha=0.0, private_head=False, **STEPS), mapping=mapping)), fedavg)
+    phases = method_of(PFedLoRA, personal_epochs=0, global_epochs=2, private_head=False, **STEPS)
     assert_close(models(run(phases, mapping=mapping)), fedavg)
     own = models(run(method_of(PFedLoRA, **STEPS), mapping=mapping))
     assert float((own["0"]["0.weight"] - own["1"]["0.weight"]).abs().max()) > 1e-3
 
 
 def test_pfedlora_sends_the_whole_model_and_keeps_the_pair() -> None:
-    for method in (method_of(PFedLoRA, rank=1), method_of(PFedLoRAJoint, rank=1)):
+    for method in (method_of(form, rank=1, private_head=False) for form in (PFedLoRA, PFedLoRAJoint)):
         sim = run(method, "cnn", rounds=1, participation=1.0)
         size = sum(p.numel() for p in sim.task.init().values())
         assert sim.result.bytes["up"] == sim.result.bytes["down"] == 7 * 8 * size  # type: ignore[attr-defined]

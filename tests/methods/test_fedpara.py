@@ -99,7 +99,7 @@ class Zeros(Frozen, PFedPara):
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 @pytest.mark.parametrize(("cls", "low"), [(Ones, LowRankFedAvg), (Zeros, LowRankFedAvgPlus)])
 def test_with_a_constant_second_matrix_it_is_plain_low_rank_fedavg(cls: Any, low: Any, mapping: str) -> None:
-    a = run(method_of(cls, rank=2, **STEPS), mapping=mapping)
+    a = run(method_of(cls, rank=2, private_head=False, **STEPS), mapping=mapping)
     b = run(method_of(low, **STEPS), mapping=mapping)
     mine = a.record.server["theta"]
     assert_close({k: mine[k] for k in b.record.server["theta"]}, b.record.server["theta"])

@@ -291,7 +291,7 @@ def test_fedavg_that_is_not_fitted_is_fedavg_bit_for_bit(control: type[Method], 
 @pytest.mark.parametrize("mapping", ["vmap", "loop"])
 def test_fine_tuning_is_one_more_local_round(mapping: str) -> None:
     """The predictor is what FedAvg's client would send if it trained once more on the same minibatches."""
-    sim = run(method_of(FedAvgFineTuned, **STEPS), mapping=mapping)
+    sim = run(method_of(FedAvgFineTuned, finetune_epochs=None, **STEPS), mapping=mapping)
     plain = run(method_of(FedAvg, **STEPS), mapping="loop")
     assert_close(sim.record.server, plain.record.server)
     found = models(sim)

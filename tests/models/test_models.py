@@ -321,3 +321,17 @@ def test_registry_lists_options_with_defaults() -> None:
     assert MODELS["resnet8"].options == {"width": 16, "norm": "group"}
     assert MODELS["resnet18"].options == {"width": 64, "norm": "group"}
     assert all(entry.about and "\n" not in entry.about for entry in MODELS.values())
+
+
+def test_pooling_before_relu_gives_the_numbers_and_gradients_of_the_papers_order() -> None:
+    torch.manual_seed(0)
+    net, x = build("cnn", (1, 12, 12), 3, padding=2), torch.randn(4, 1, 12, 12)
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        for layer in (net.conv1, net.conv2):
+            x = torch.nn.functional.max_pool2d(layer(x).relu(), 2)
+        return net.head(net.fc1(x.flatten(1)).relu())
+
+    ends = [net(x), written(x)]
+    slopes = [torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in ends]
+    assert torch.equal(*ends) and all(torch.equal(a, b) for a, b in zip(*slopes))

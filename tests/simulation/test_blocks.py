@@ -12,11 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
+from torch import nn
 from torch.func import vmap
 
 from conftest import assert_same, make_data, make_task, method_of
 from fedspan import randomness
 from fedspan.errors import ConfigError
+from fedspan.learn.folded import has_folded_form
+from fedspan.learn.task import Task
 from fedspan.method import Method
 from fedspan.method.fields import build
 from fedspan.methods import FedAvg, FedRep, PflMf, name_of
@@ -247,14 +250,20 @@ def test_bad_rounds_are_refused(rounds: Any) -> None:
 
 
 def test_mapping_and_chunks_follow_a_rule() -> None:
-    assert choose_mapping(make_task(), "auto", 100) == "vmap"
+    assert choose_mapping(make_task(), "auto", 100) == "folded"
     assert choose_mapping(make_task("batchnorm"), "auto", 1) == "loop"
+    assert choose_mapping(make_task("cnn"), "auto", 100) == "vmap"
+    wide = Task(nn.Sequential(nn.Linear(1100, 1000), nn.LayerNorm(1000), nn.Linear(1000, 2)))
+    assert choose_mapping(wide, "auto", 1) == "loop" and has_folded_form(wide.module)
+    named = Task(nn.Sequential(nn.Embedding(9, 5), nn.Flatten(), nn.Linear(5, 2)))
+    assert choose_mapping(named, "auto", 100) == "vmap"
     assert choose_mapping(make_task("cnn"), "loop", 1) == "loop"
     assert chunk_size("vmap", 100, 1000, 7) == chunk_size("loop", 5, 10, 7) == 7
     for participants in (1, 2, 5, 16, 100, 1001):
-        for mapping in ("vmap", "loop"):
+        for mapping in ("vmap", "folded", "loop"):
             size = chunk_size(mapping, participants, 1000, None)
             assert 1 <= size <= participants and -(-participants // size) <= max(16, participants // 8)
+    assert chunk_size("folded", 100, 200_000, None) == 12 and chunk_size("folded", 10, 200_000, None) == 5
     assert chunk_size("vmap", 100, 4_000_000, None) == chunk_size("vmap", 100, 10**9, None) == 1
 
 

@@ -17,9 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from conftest import assert_same
+from fedspan import FederatedData, simulate
 from fedspan.errors import ConfigError, FedspanError, Refused
+from fedspan.methods import Ditto
 from fedspan.simulation.workers import (
     JOBS_AHEAD,
     RESULTS_AHEAD,
@@ -31,6 +34,7 @@ from fedspan.simulation.workers import (
     can_fork,
     executor_of,
 )
+from fedspan.storage import row_table
 from fedspan.tree import Outer, Tree
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are forked on Linux only; others: test_spawned_workers")
@@ -247,6 +251,62 @@ def test_close_ends_the_workers_even_when_they_are_busy_and_a_closed_pool_starts
     assert [m["k"] for m, _ in pool.run([job(k) for k in range(3)])] == [0, 1, 2]
     pool.close()
     assert not psutil.Process().children()
+
+
+def leftovers() -> set[str]:
+    """Names in the folder of named shared memory."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.mark.slow
+def test_rows_in_place_and_rows_that_travel_give_the_same_bits_for_any_number_of_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = leftovers()
+    draw = torch.Generator().manual_seed(3)
+    clients = [(torch.randn(8 + i, 6, generator=draw), torch.arange(8 + i) % 3) for i in range(7)]
+
+    def digest(workers: int, travels: bool) -> str:
+        net = nn.Linear(6, 3)
+        nn.init.constant_(net.weight, 0.1)
+        how: dict[str, Any] = {"batch_size": 8, "chunk": 2, "mapping": "loop", "participation": 0.6, "seed": 0}
+        data = FederatedData.from_arrays(clients)
+        result = simulate(Ditto(), net, data, rounds=3, workers=workers, **how)
+        record = result.simulation.record if result.simulation else None
+        assert record is not None and (record.tables == [None]) == travels
+        return result.digest
+
+    found = [digest(workers, travels=False) for workers in (1, 2, 3)]
+    monkeypatch.setattr(row_table, "_memory_file", lambda size: None)
+    found += [digest(workers, travels=True) for workers in (1, 2)]
+    assert len(set(found)) == 1
+    assert leftovers() <= before
+
+
+def test_what_a_worker_answers_stays_as_it_is_while_others_answer() -> None:
+    with closing(Pool(lambda meta, data, common: ({}, {"x": data["x"] + 1}), 2)) as pool:
+        jobs = [Job({}, {"x": torch.full((50_000,), float(k))}) for k in range(40)]
+        kept = [t["x"] for _, t in pool.run(jobs)]
+        assert [float(x.min()) for x in kept] == [float(x.max()) for x in kept] == [k + 1.0 for k in range(40)]
+        again = [t["x"] for _, t in pool.run(jobs)]  # while the first answers are held
+        assert [float(x.sum()) for x in kept] == [float(x.sum()) for x in again]
+
+
+def test_a_worker_that_writes_to_what_it_was_given_changes_nothing_for_others() -> None:
+    def spoil(meta: Meta, data: Tree, common: Tree) -> tuple[Meta, Tree]:
+        found = {"x": data["x"].clone(), "c": common["c"].clone()}
+        data["x"].fill_(-1.0)
+        common["c"][meta["k"]] = -1.0
+        return {}, found
+
+    with closing(Pool(spoil, 2)) as pool:
+        pool.share("c", {"c": torch.zeros(8)})
+        x = torch.arange(4.0)
+        for _ in range(2):
+            results = list(pool.run([Job({"k": k}, {"x": x}, "c") for k in range(4)]))
+            assert all(t["x"].tolist() == [0.0, 1.0, 2.0, 3.0] for _, t in results)
+            pool.share("c", {"c": torch.zeros(8)})
+            assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 ORPHANS = """

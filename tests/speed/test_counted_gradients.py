@@ -44,7 +44,7 @@ def test_every_row_names_a_method() -> None:
         assert make(name, lr=0.1, **fields) and cost >= 1
 
 
-@pytest.mark.parametrize("name", ["mlp-100-b32", "cnn-100-b32", "resnet9-60-b32"])
+@pytest.mark.parametrize("name", ["mlp-100-b32", "cnn-100-b32", "resnet9-100-b32"])
 def test_plain_models_have_the_parameters_of_fedspans(name: str) -> None:
     w = WORKLOADS[name]
     ours = models.build(w.model, w.shape, 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 from bench import keep
+from bench.__main__ import _begun, _take_turns
+from bench.contestants import CONTESTANTS
 from bench.outcome import Outcome, long_table, wide_table
+from bench.peers import environment
 from bench.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +83,27 @@ def test_the_page_shows_what_was_kept(
     assert "| MLP 100 b256 | fedspan ditto | 500 | 250 | 2.00 | 9.0 | 100 |" in page
     assert "| plain torch, 2 threads | 3.0 | 100 | 95.1 % |" in page
     assert "no Ray here" in page
+
+
+def test_an_environment_that_cannot_be_made_is_named_in_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*command: str) -> None:
+        raise subprocess.CalledProcessError(1, command, stderr="collecting\nERROR: no matching distribution\n")
+
+    monkeypatch.setattr(environment, "PLACE", tmp_path)
+    monkeypatch.setattr(environment, "_call", refuse)
+    found = environment.prepare(["jax"])
+    assert not found.made and found.refused["jax"].endswith("ERROR: no matching distribution")
+    outcome, jax = Outcome(tmp_path / "bench.json"), [c for c in CONTESTANTS.values() if c.peer == "jax"]
+    _take_turns(outcome, "mlp-100-b256", jax, 2, found)
+    assert [r["error"] for r in outcome.rows()] == [found.refused["jax"]]
+
+
+def test_another_machine_cannot_resume(outcome: Outcome) -> None:
+    with pytest.raises(SystemExit, match="start over without --resume"):
+        _begun(outcome.path, resume=True)
+    assert not _begun(outcome.path, resume=False).measurements
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -62,6 +63,30 @@ class TestStore:
         assert store.touched_ids() == store.changed_ids() == [1, 9]
         assert store.row(1)["h"] == {} and store.row(1)["deep"]["none"] == {}
         assert store.take([])["w"].shape == (0, 2, 3)
+
+    def test_staged_rows_are_not_in_force_before_they_are_accepted(self, budget: int) -> None:
+        store = ClientStore(init, IDS, budget)
+        store.put([9], rows([9], 1))
+        store.stage([9, 1], rows([9, 1], 2))
+        store.stage([3], rows([3], 2))
+        assert same(store.take([9, 1]), tree.stack([tree.take(rows([9], 1), 0), init(1)]))
+        assert store.touched_ids() == [9]
+        store.accept()
+        assert same(store.take([9, 1, 3]), rows([9, 1, 3], 2)) and store.touched_ids() == [3, 1, 9]
+        store.undo()
+        assert same(store.take([9, 1, 3]), tree.stack([tree.take(rows([9], 1), 0), init(1), init(3)]))
+        assert store.touched_ids() == store.changed_ids() == [9]
+
+    def test_what_was_accepted_stays_when_a_later_round_is_undone(self, budget: int) -> None:
+        store = ClientStore(init, IDS, budget)
+        for seed in range(1, 6):
+            store.settle()
+            store.stage([9, 1], rows([9, 1], seed))
+            store.accept()
+        store.settle()
+        store.stage([9, 4], rows([9, 4], 7))  # diverges before it is accepted
+        store.undo()
+        assert same(store.take([9, 1, 4]), tree.stack([*(tree.take(rows([9, 1], 5), k) for k in (0, 1)), init(4)]))
 
     def test_taken_rows_are_copies(self, budget: int) -> None:
         store = ClientStore(init, IDS, budget)
@@ -270,3 +295,16 @@ def test_a_malformed_segment_is_refused(head: object, tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=r"rows-1-0\.safetensors is not a file of client rows"):
             Segment.open(path)
+
+
+def test_the_scratch_file_does_not_grow_with_the_rounds() -> None:
+    store = ClientStore(init, IDS, 0)
+    for seed in range(1, 9):
+        store.settle()
+        store.stage([9, 1], rows([9, 1], seed))
+        if seed % 3 == 0:
+            store.undo()
+        else:
+            store.accept()
+    back: Any = store._rows
+    assert back._used == 4  # two in force, two before them or staged

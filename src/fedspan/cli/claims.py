@@ -47,9 +47,9 @@ def _claims(ctx: typer.Context, outcomes: Outcomes = None, as_json: Json = False
 @claims.command("list")
 def list_(outcomes: Outcomes = None, as_json: Json = False) -> None:
     """Every claim and its state."""
-    from fedspan.studies.claims import catalogue, decide, stored_outcomes
+    from fedspan.studies.claims import catalogue, decide, sound_outcomes
 
-    stored = stored_outcomes(catalogue(), _folder(outcomes))
+    stored = sound_outcomes(catalogue(), _folder(outcomes))
     decided = [(c, stored.outcomes.get(c.name)) for c in catalogue()]
     verdicts = [(c, o, decide(c, None if o is None else o.figures)) for c, o in decided]
     if as_json:
@@ -68,17 +68,20 @@ def list_(outcomes: Outcomes = None, as_json: Json = False) -> None:
 @claims.command("show")
 def show_(name: Name, outcomes: Outcomes = None, as_json: Json = False) -> None:
     """A claim whole: sentence, place, settings, rows, tests, and the outcome if there is one."""
-    from fedspan.studies.claims import decide, find_claim, stored_outcomes
+    from fedspan.studies.claims import decide, find_claim, sound_outcomes
     from fedspan.studies.claims.claim_pages import effort_table, figure_table, test_table
 
     claim = find_claim(name)
-    outcome = stored_outcomes((claim,), _folder(outcomes)).outcomes.get(claim.name)
+    stored = sound_outcomes((claim,), _folder(outcomes))
+    outcome = stored.outcomes.get(claim.name)
     decision = decide(claim, None if outcome is None else outcome.figures)
     if as_json:
         whole = {**_summary(claim, outcome, decision), "tests": [t.to_json() for t in decision.tests]}
         whole |= {"outcome": None if outcome is None else outcome.model_dump()}
         typer.echo(json.dumps(whole, indent=1, allow_nan=False))
         return
+    for why in stored.damaged.values():
+        note(f"{claim.name}: {why}")
     say(f"{claim.name}: {claim.sentence}", "bold")
     say(f"Place: {claim.place}.")
     for title, text in (("Paper", claim.setting.paper), ("Here", claim.setting.ours)):

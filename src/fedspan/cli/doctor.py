@@ -24,7 +24,7 @@ EXTRAS = {
 
 
 def doctor() -> None:
-    """Check versions, cores, memory, data and extras; test vmap against the loop; suggest train.mapping."""
+    """Check versions, cores, memory, data and extras; test folded against loop; suggest train.mapping."""
     import numpy
     import torch
 
@@ -41,6 +41,7 @@ def doctor() -> None:
         ("numpy", numpy.__version__),
         ("cores", f"{available_cores()} for this process, {os.cpu_count()} in the machine"),
         ("torch threads", f"{torch.get_num_threads()} (a run uses 1 per worker)"),
+        ("bf16", bf16()),
         ("memory", memory()),
         ("data", f"{', '.join(there)}; $FEDSPAN_DATA is {os.environ.get('FEDSPAN_DATA') or 'not set'}"),
     ]
@@ -48,12 +49,21 @@ def doctor() -> None:
     show(table(["", ""], rows))
     far = self_test()
     if far > 1e-12:
-        fail(
-            f"doctor: vmap and loop differ by {far:.2g}; use train.mapping='loop' and report this with the lines above."
-        )
+        fail(f"doctor: folded and loop differ by {far:.2g}: use train.mapping='loop', and report the lines above.")
         raise typer.Exit(1)
-    say(f"Self-test: fedavg by vmap and by loop agree to {far:.1g}.")
+    say(f"Self-test: fedavg folded and by loop agree to {far:.1g}.")
     say(suggestion())
+
+
+def bf16() -> str:
+    """What `train.precision = "bf16"` runs on: tiles (AMX), vector instructions, or emulation."""
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX tiles: train.precision='bf16' makes convolutions and large products quicker"
+    if torch.cpu._is_avx512_bf16_supported():
+        return "AVX-512 instructions, no AMX: train.precision='bf16' may be quicker or slower; time both"
+    return "no instructions of this CPU: train.precision='bf16' is slower than float32"
 
 
 def memory() -> str:
@@ -81,7 +91,7 @@ def self_test() -> float:
     _, data = toy()
     task = Task(lambda: build("mlp", (4,), 2, hidden=[3]), dtype=torch.float64, seed=0)
     ends = []
-    for mapping in ("vmap", "loop"):
+    for mapping in ("folded", "loop"):
         settings = Settings(mapping=mapping, precision="float64", workers=1, batch_size=4)
         simulation = Simulation(make("fedavg"), task, data, rounds=2, settings=settings)
         simulation.run()
@@ -92,20 +102,20 @@ def self_test() -> float:
 def suggestion() -> str:
     """Time a round both ways on a small and a middling perceptron, and say which setting to use."""
     from fedspan.data import load, partition
-    from fedspan.simulation.engine import SMALL_MODEL
+    from fedspan.simulation.engine import MIDDLE_MODEL
 
     data = partition(load("digits"), "iid", clients=20)
     parts = []
     for hidden in (64, 512):
-        seconds = {m: _seconds(m, hidden, data) for m in ("vmap", "loop")}
+        seconds = {m: _seconds(m, hidden, data) for m in ("folded", "loop")}
         best = min(seconds, key=lambda m: seconds[m])
         count = 64 * hidden + hidden + 10 * hidden + 10
         parts.append(
-            f"{count:,} parameters: vmap {1000 * seconds['vmap']:.0f} ms, loop {1000 * seconds['loop']:.0f} ms"
+            f"{count:,} parameters: folded {1000 * seconds['folded']:.0f} ms, loop {1000 * seconds['loop']:.0f} ms"
             f" per round of 20 clients, so train.mapping='{best}' is quicker"
         )
     return (
-        f"Measured on one worker: {'; '.join(parts)}. train.mapping='auto' takes vmap up to {SMALL_MODEL:,} parameters"
+        f"Measured on one worker: {'; '.join(parts)}. train.mapping='auto' folds up to {MIDDLE_MODEL:,} parameters"
         " and goes by the model alone, so that results do not depend on the day."
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError
+from fedspan.learn.folded import FoldedRows, is_folding, is_mapped, mapped_by_hand, unwrapped, wrapped
 from fedspan.randomness import fold, generator
 from fedspan.tree import Inputs
 
@@ -90,6 +91,14 @@ class Batch:
     slots: Tensor | None  # row indices, −1 = empty; None when not mapped
     stream: Tensor
     step: int
+    rows: FoldedRows | None = field(default=None, compare=False)
+    """How inputs and labels lie where clients are folded into the batch axis."""
+
+    @property
+    def folded(self) -> FoldedRows | None:
+        """`rows`, where inputs and labels are still those that they describe."""
+        rows = self.rows
+        return rows if rows is not None and rows.x is self.x and rows.y is self.y and is_folding() else None
 
     @property
     def mapped(self) -> bool:
@@ -144,6 +153,9 @@ class Batches:
         return self.rows.shape[0]
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._foldable:
+            yield from self._fetch_folded(self.rows)
+            return
         sizes = None if self.mapped else (self.rows >= 0).sum(1).tolist()
         for k, row in enumerate(self.rows.unbind(0)):
             if sizes is None:
@@ -151,17 +163,39 @@ class Batches:
             elif sizes[k]:
                 yield self._fetch(row[: sizes[k]], k)
 
+    @property
+    def _foldable(self) -> bool:
+        return self.mapped and is_folding() and isinstance(self.x, Tensor) and is_mapped(self.rows)
+
+    def _fetch_folded(self, rows: Tensor) -> Iterator[Batch]:
+        """Minibatches [K, B] of all clients at once, without vmap: one selection of rows for each."""
+        (slots, _), (pool, own), (labels, _) = unwrapped(rows), unwrapped(self.x), unwrapped(self.y)
+        with mapped_by_hand():
+            counts = (slots >= 0).sum(2).T.tolist()
+            at = slots.clamp_min(0).transpose(0, 1).contiguous()
+            if own:  # every client has examples of its own, features say
+                at += pool.shape[1] * torch.arange(len(slots))[:, None]
+                pool, labels = pool.flatten(0, 1), labels.flatten(0, 1)
+        for k, row in enumerate(rows.unbind(0)):
+            with mapped_by_hand():
+                x, y = (a.index_select(0, at[k].view(-1)).view(*at[k].shape, *a.shape[1:]) for a in (pool, labels))
+            yield self._batch(wrapped(x), wrapped(y), row, k, counts[k])
+
     def _fetch(self, row: Tensor, step: int) -> Batch:
         if self.mapped:
             at = row.clamp_min(0)
             x, y = tree.take(self.x, at), self.y[at]
         else:
             x, y = tree.map(lambda a: a.index_select(0, row), self.x), self.y.index_select(0, row)
+        return self._batch(x, y, row, step)
+
+    def _batch(self, x: Inputs, y: Tensor, row: Tensor, step: int, counts: Sequence[int] | None = None) -> Batch:
         if self.transform is not None:
             x = self.transform(x, fold(fold(self.key, TRANSFORMS), step))
         if self.relabel is not None:
             y = self.relabel[y]
-        return Batch(x, y, row if self.mapped else None, self.key, step)
+        rows = FoldedRows(x, y, counts) if counts is not None and is_mapped(x) and is_mapped(y) else None
+        return Batch(x, y, row if self.mapped else None, self.key, step, rows)
 
     def first(self, k: int) -> Batches:
         """The first k of them."""
@@ -177,6 +211,8 @@ class Batches:
     def whole(self) -> Batch:
         """All of them as one batch."""
         row = self.rows.reshape(-1)
+        if self._foldable:
+            return replace(next(self._fetch_folded(row[None])), rows=None)  # it may have empty slots in between
         return self._fetch(row if self.mapped else row[row >= 0], 0)
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,12 @@ from torch.func import functional_call, vmap
 from fedspan.learn.layout import Layout
 from fedspan.learn.losses import outputs_of
 from fedspan.learn.precision import is_autocast
+from fedspan.learn.products import affine, linear, subtract_product, times
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
-_FIRST: ContextVar[int | None] = ContextVar("first", default=None)
+
+_CALL = 100_000
+"""Multiplications that take as long as asking for one more product."""
 
 
 @contextmanager
@@ -47,25 +51,10 @@ def is_folding() -> bool:
     return _FOLDING.get() and functorch.get_dynamic_layer_stack_depth() == 1
 
 
-@contextmanager
-def only_first(clients: int | None) -> Iterator[None]:
-    """Compute models for the first so many clients alone: the others have no example left, and outputs of zero."""
-    token = _FIRST.set(clients)
-    try:
-        yield
-    finally:
-        _FIRST.reset(token)
-
-
-def clients_left(rows: Tensor) -> list[int]:
-    """For each minibatch [C, K, B] of indices, wrapped, up to which client there is any example."""
-    inner, batched = unwrapped(rows)
-    if not batched:
-        return [0] * rows.shape[0]
-    live = (inner >= 0).any(2)
-    order = torch.arange(1, len(live) + 1, device=live.device)
-    result: list[int] = (live * order[:, None]).amax(0).tolist()
-    return result
+def mapped_by_hand() -> AbstractContextManager[Any]:
+    """Leave vmap for a block that computes for all clients itself, on tensors that are `unwrapped`."""
+    block: AbstractContextManager[Any] = temporarily_pop_interpreter_stack()
+    return block
 
 
 def unwrapped(t: Tensor) -> tuple[Tensor, bool]:
@@ -76,61 +65,239 @@ def unwrapped(t: Tensor) -> tuple[Tensor, bool]:
     return (inner if at == 0 else inner.movedim(at, 0)), True
 
 
+def is_mapped(t: Any) -> bool:
+    """Whether it is a tensor with a client axis."""
+    return isinstance(t, Tensor) and unwrapped(t)[1]
+
+
 def wrapped(t: Tensor) -> Tensor:
     """A tensor whose first axis is the clients', as vmap hands it to a function of one client."""
     result: Tensor = functorch._add_batch_dim(t, 0, functorch.current_level())
     return result
 
 
+# ---------------------------------------------------------------------------------------------------- rows
+
+
+class ClientRun(NamedTuple):
+    """Clients next to one another that have equally many rows."""
+
+    client: int
+    clients: int
+    row: int
+    rows: int
+
+    @property
+    def whose(self) -> slice | int:
+        """Their places among the clients."""
+        return self.client if self.clients == 1 else slice(self.client, self.client + self.clients)
+
+    def of(self, t: Tensor, per: int) -> Tensor:
+        """Their part of a tensor with `per` entries for each row: [clients, rows, …]; for one client [rows, …]."""
+        part = t[self.row * per : (self.row + self.clients * self.rows) * per]
+        return part if self.clients == 1 else part.view(self.clients, self.rows * per, *t.shape[1:])
+
+
+class RowLayout:
+    """How the examples of all clients lie in one batch: client after client, as many rows for each as `counts` says."""
+
+    def __init__(self, counts: Sequence[int], width: int, packed: bool) -> None:
+        self.counts, self.width, self.packed = counts, width, packed
+        self.clients, self.rows = len(counts), sum(counts)
+
+    @cached_property
+    def segments(self) -> list[ClientRun]:
+        """Runs of clients with equally many rows, those without any left out."""
+        found: list[ClientRun] = []
+        row = 0
+        for c, n in enumerate(self.counts):
+            last = found[-1] if found else None
+            if last is not None and last.rows == n and last.client + last.clients == c:
+                found[-1] = last._replace(clients=last.clients + 1)
+            elif n:
+                found.append(ClientRun(c, 1, row, n))
+            row += n
+        return found
+
+    @cached_property
+    def client(self) -> Tensor:
+        """The client of each row."""
+        return torch.arange(self.clients).repeat_interleave(torch.tensor(self.counts))
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        """For each row its slot among [clients × width]."""
+        within = torch.arange(self.width).repeat(self.clients).view(self.clients, -1)
+        return (within < torch.tensor(self.counts)[:, None]).view(-1).nonzero().view(-1)
+
+    @cached_property
+    def _row_of(self) -> Tensor:
+        """For each slot its row; one without an example has the first, so that what is computed there is finite."""
+        return torch.zeros(self.clients * self.width, dtype=torch.int64).index_copy(
+            0, self._slots, torch.arange(self.rows)
+        )
+
+    def sums(self, t: Tensor, per: int) -> Tensor:
+        """Sum over each client's part of a tensor that has `per` entries for each row, [clients, …]."""
+        if len(self.segments) == 1 and all(self.counts):
+            return t.view(self.clients, -1, *t.shape[1:]).sum(1)
+        client = self.client if per == 1 else self.client.repeat_interleave(per)
+        return t.new_zeros(self.clients, *t.shape[1:]).index_add_(0, client, t)
+
+    def take(self, slots: Tensor) -> Tensor:
+        """Rows [rows, …] of what lies in slots [clients, width, …]."""
+        if self.packed:
+            return slots.flatten(0, 1).index_select(0, self._slots)
+        return slots[: self.rows // self.width].flatten(0, 1)
+
+    def put(self, rows: Tensor) -> Tensor:
+        """Slots [clients, width, …] of rows; those without an example hold some other one's."""
+        if self.packed:
+            return rows.index_select(0, self._row_of).view(self.clients, self.width, *rows.shape[1:])
+        found = rows.reshape(-1, self.width, *rows.shape[1:])
+        missing = self.clients - len(found)
+        return found if not missing else torch.cat([found, found[:1].detach().expand(missing, *found.shape[1:])])
+
+
+class FoldedRows:
+    """One minibatch of all clients, `x` and `y` as a function of one client has them, and how full each client's is."""
+
+    def __init__(self, x: Tensor, y: Tensor, counts: Sequence[int]) -> None:
+        self.x, self.y, self.counts = x, y, counts
+        self.width = x.shape[0]
+        left = max((c + 1 for c, n in enumerate(counts) if n), default=1)
+        self._full = RowLayout([self.width] * left + [0] * (len(counts) - left), self.width, packed=False)
+
+    @property
+    def all_live(self) -> bool:
+        """Whether every client has an example."""
+        return min(self.counts) > 0
+
+    def live(self, dtype: torch.dtype) -> Tensor:
+        """1 for each client that has an example, 0 for others."""
+        return torch.tensor([float(n > 0) for n in self.counts], dtype=dtype)
+
+    def layout(self, parameters: int, layers: int) -> RowLayout:
+        """With empty slots, or without them where a model is so large that more products cost less than empty rows.
+
+        A client without an example has no row, so that nothing of it moves.
+        """
+        packed, full = self._packed, self._full
+        more = (len(packed.segments) - 1) * layers * _CALL
+        idle = any(n == 0 < m for n, m in zip(self.counts, full.counts))
+        return packed if packed.rows and (idle or (full.rows - packed.rows) * parameters > more) else full
+
+    @cached_property
+    def _packed(self) -> RowLayout:
+        return RowLayout(self.counts, self.width, packed=True)
+
+    @cached_property
+    def _shares(self) -> Tensor:
+        return torch.tensor([1.0 / max(1, n) for n in self.counts], dtype=torch.float64)
+
+    def means(self, values: Tensor, layout: RowLayout) -> Tensor:
+        """Mean over each client's examples of values of the rows of a layout; 0 where there is none."""
+        if min(self.counts) == self.width:
+            return values.view(-1, self.width).mean(1)
+        client, share = layout.client, self._shares.to(values.dtype)
+        if not layout.packed:
+            at = torch.arange(layout.rows) % self.width
+            values = torch.where(at < torch.tensor(self.counts).index_select(0, client), values, 0.0)
+        return values.new_zeros(layout.clients).index_add(0, client, values) * share
+
+
 # ---------------------------------------------------------------------------------------------------- layers
 
 
-class _Product(torch.autograd.Function):
-    """x Wᵀ + b for the first clients: x [c, B, in], W [C, out, in], b [C, out], c ≤ C.
+class Pull(NamedTuple):
+    """A term λ/2 ‖p − q‖² of the loss, kept apart as its gradient λ (p − q) needs no graph."""
 
-    `steps` are set before the backward pass: learning rates of the weight (1) and the bias (2), where they step here.
+    towards: Tensor
+    """q, of all clients or with an axis for them."""
+    strength: float
+    batched: bool
+
+    def of(self, whose: slice | int) -> Tensor:
+        """q of some clients."""
+        return self.towards[whose] if self.batched else self.towards
+
+    def added(self, g: Tensor, p: Tensor, live: Tensor | None) -> Tensor:
+        """A gradient with the term's."""
+        more = self.strength * (p - self.towards)
+        return g + (more if live is None else more * live.view(-1, *[1] * (p.ndim - 1)))
+
+
+class _Step(NamedTuple):
+    """An SGD step to be taken in a backward pass."""
+
+    lr: float
+    pull: Pull | None
+
+    def towards(self, p: Tensor, whose: slice | int) -> Tensor:
+        """Parameters of some clients, after the term's part of the step."""
+        part = p[whose]
+        return part if self.pull is None else part.lerp_(self.pull.of(whose), self.lr * self.pull.strength)
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b, each row of x [rows, in] with the weight and bias of its client: W [C, out, in], b [C, out].
+
+    `steps` are set before the backward pass: the steps of the weight (1) and the bias (2), where they are taken here.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: RowLayout) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.steps, ctx.bf16 = {}, is_autocast(x)
-        across = weight[: len(x)].transpose(1, 2)
-        return torch.bmm(x, across) if bias is None else torch.baddbmm(bias[: len(x), None], x, across)
+        ctx.steps, ctx.layout, ctx.bf16, per = {}, layout, is_autocast(x), len(x) // layout.rows
+        dtype = torch.bfloat16 if ctx.bf16 else x.dtype
+        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+        assert x is not None and weight is not None
+        out = x.new_empty(len(x), weight.shape[1])
+        for s in layout.segments:
+            affine(s.of(x, per), weight[s.whose], None if bias is None else bias[s.whose], s.of(out, per))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        with torch.autocast(grads[0].device.type, dtype=torch.bfloat16, enabled=ctx.bf16):
-            return _Product._slopes(ctx, *grads)
-
-    @staticmethod
-    def _slopes(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        first = weight.detach()[: len(x)]
-        before = torch.bmm(g, first) if ctx.needs_input_grad[0] else None  # with the weights of the forward pass
+        g, weight, per = grads[0].contiguous(), weight.detach(), len(x) // ctx.layout.rows
+        x, read = x.to(g.dtype), weight.to(g.dtype)  # in bf16 products are, and weights are not
+        before = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         by_weight = by_bias = None
-        if 1 in ctx.steps and ctx.bf16:  # a product in 16 bits cannot be added to 32 on the way
-            first.sub_(torch.bmm(g.transpose(1, 2), x), alpha=ctx.steps[1])
-        elif 1 in ctx.steps:
-            first.baddbmm_(g.transpose(1, 2), x, alpha=-ctx.steps[1])
-        elif ctx.needs_input_grad[1]:
-            by_weight = _filled(torch.bmm(g.transpose(1, 2), x), len(weight))
-        if bias is not None and 2 in ctx.steps:
-            bias.detach()[: len(x)].sub_(g.sum(1, dtype=bias.dtype), alpha=ctx.steps[2])
-        elif bias is not None and ctx.needs_input_grad[2]:
-            by_bias = _filled(g.sum(1, dtype=bias.dtype), len(bias))
-        return before, by_weight, by_bias
+        if 1 not in ctx.steps and ctx.needs_input_grad[1]:
+            by_weight = _for_all(weight, ctx.layout)
+        if bias is not None and (2 in ctx.steps or ctx.needs_input_grad[2]):
+            by_bias = ctx.layout.sums(g.to(bias.dtype), per)
+        for s in ctx.layout.segments:
+            mine, given = s.of(g, per), s.of(x, per)
+            if before is not None:  # with the weights of the forward pass
+                times(mine, read[s.whose], s.of(before, per))
+            if 1 in ctx.steps and ctx.bf16:  # a product in 16 bits cannot be added to 32 on the way
+                ctx.steps[1].towards(weight, s.whose).sub_(mine.mT @ given, alpha=ctx.steps[1].lr)
+            elif 1 in ctx.steps:
+                subtract_product(ctx.steps[1].towards(weight, s.whose), mine.mT, given, ctx.steps[1].lr)
+            elif by_weight is not None:
+                if ctx.bf16:
+                    by_weight[s.whose] = mine.mT @ given
+                else:
+                    times(mine.mT, given, by_weight[s.whose])
+            if 2 in ctx.steps:
+                ctx.steps[2].towards(bias.detach(), s.whose)
+        if 2 in ctx.steps:
+            bias.detach().sub_(by_bias, alpha=ctx.steps[2].lr)
+            by_bias = None
+        return before, by_weight, by_bias, None
 
 
-def _filled(t: Tensor, clients: int) -> Tensor:
-    """A tensor of the first clients with zeros for the others."""
-    return t if len(t) == clients else torch.cat([t, t.new_zeros(clients - len(t), *t.shape[1:])])
+def _for_all(like: Tensor, layout: RowLayout) -> Tensor:
+    """Room for a gradient of every client; zeros where one of them has no row."""
+    return torch.empty_like(like) if all(layout.counts) else torch.zeros_like(like)
 
 
 class _Pass:
-    """One forward pass in the making: how many clients there are, and the parameters by name."""
+    """One forward pass in the making: how the rows lie, and the parameters by name."""
 
-    clients: int
+    layout: RowLayout
     params: dict[str, tuple[Tensor, bool]]
 
 
@@ -145,12 +312,12 @@ class _Unit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         given = {k[len(self.prefix) :]: v for k, v in self.now.params.items() if k.startswith(self.prefix)}
         if not self.apart and not any(batched for _, batched in given.values()):
-            out: Tensor = functional_call(self.layer, {k: v for k, (v, _) in given.items()}, (x,))
+            common = {k: v for k, (v, _) in given.items()}
+            if type(self.layer) is nn.Linear and not torch.is_grad_enabled():
+                return linear(x, common.get("weight", self.layer.weight), common.get("bias", self.layer.bias))
+            out: Tensor = functional_call(self.layer, common, (x,))
             return out
         return _RUN.get(type(self.layer), _Unit._mapped)(self, x, given)
-
-    def _apart(self, x: Tensor) -> Tensor:
-        return x.reshape(self.now.clients, -1, *x.shape[1:])
 
     def _all(self, given: Mapping[str, tuple[Tensor, bool]], name: str) -> Tensor | None:
         """A parameter of every client; what all have in common is repeated."""
@@ -158,46 +325,46 @@ class _Unit(nn.Module):
         if fixed is None:
             return None
         value, batched = given.get(name, (fixed, False))
-        return value[: self.now.clients] if batched else value.expand(self.now.clients, *value.shape)
+        return value if batched else value.expand(self.now.layout.clients, *value.shape)
 
     def _mapped(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
-        values = {k: v[: self.now.clients] if batched else v for k, (v, batched) in given.items()}
         dims = {k: 0 if batched else None for k, (_, batched) in given.items()}
         one = vmap(lambda p, a: functional_call(self.layer, p, (a,)), in_dims=(dims, 0))
-        out: Tensor = one(values, self._apart(x))
-        return out.flatten(0, 1)
+        out: Tensor = one({k: v for k, (v, _) in given.items()}, self.now.layout.put(x))
+        return self.now.layout.take(out)
 
     def _linear(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
         if any(not batched for _, batched in given.values()) or len(given) < (1 if self.layer.bias is None else 2):
             return self._mapped(x, given)
         weight, bias = given["weight"][0], given["bias"][0] if "bias" in given else None
-        rows = x.reshape(self.now.clients, -1, x.shape[-1])
-        out: Tensor = _Product.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
-        return out.reshape(*x.shape[:-1], weight.shape[1])
+        rows = x.reshape(-1, x.shape[-1])
+        out: Tensor = _Product.apply(rows, weight, bias, self.now.layout)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], weight.shape[1])
 
     def _convolution(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
         weight, bias = self._all(given, "weight"), self._all(given, "bias")
         assert weight is not None and isinstance(self.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        biases: Sequence[Tensor | None] = [None] * self.now.clients if bias is None else bias.unbind(0)
-        parts = zip(self._apart(x).unbind(0), weight.unbind(0), biases)
-        return torch.cat([self.layer._conv_forward(a, w, b) for a, w, b in parts])
+        counts = self.now.layout.counts
+        biases: Sequence[Tensor | None] = [None] * len(counts) if bias is None else bias.unbind(0)
+        parts = zip(torch.split(x, list(counts)), weight.unbind(0), biases)
+        return torch.cat([self.layer._conv_forward(a, w, b) for a, w, b in parts if len(a)])
 
     def _normalised(self, x: Tensor, given: Mapping[str, tuple[Tensor, bool]]) -> Tensor:
         if isinstance(self.layer, nn.GroupNorm):
             y = F.group_norm(x, self.layer.num_groups, None, None, self.layer.eps)
-            shape: tuple[int, ...] = (self.now.clients, 1, -1, *(1,) * (x.ndim - 2))
+            shape: tuple[int, ...] = (len(x), -1, *(1,) * (x.ndim - 2))
         else:
             assert isinstance(self.layer, nn.LayerNorm)
             y = F.layer_norm(x, self.layer.normalized_shape, None, None, self.layer.eps)
             inner = self.layer.normalized_shape
-            shape = (self.now.clients, *(1,) * (x.ndim - len(inner)), *inner)
+            shape = (len(x), *(1,) * (x.ndim - 1 - len(inner)), *inner)
+        client = self.now.layout.client
         weight, bias = self._all(given, "weight"), self._all(given, "bias")
-        y = self._apart(y)
         if weight is not None:
-            y = y * weight.reshape(shape)
+            y = y * weight.index_select(0, client).reshape(shape)
         if bias is not None:
-            y = y + bias.reshape(shape)
-        return y.flatten(0, 1)
+            y = y + bias.index_select(0, client).reshape(shape)
+        return y
 
 
 Run: TypeAlias = Callable[[_Unit, Tensor, Mapping[str, tuple[Tensor, bool]]], Tensor]
@@ -221,6 +388,8 @@ class Folded:
     def __init__(self, module: nn.Module, keyed: type[nn.Module]) -> None:
         self.now = _Pass()
         self.module = self._replaced(copy.deepcopy(module), "", keyed)
+        self.parameters = sum(p.numel() for p in module.parameters())
+        self.units = sum(isinstance(m, _Unit) for m in self.module.modules())
 
     def _replaced(self, module: nn.Module, prefix: str, keyed: type[nn.Module]) -> nn.Module:
         if isinstance(module, keyed) or next(module.parameters(recurse=False), None) is not None:
@@ -230,7 +399,7 @@ class Folded:
         return module
 
     def __call__(
-        self, params: Mapping[str, Tensor], x: Tensor, layer: str | None, layout: Layout
+        self, params: Mapping[str, Tensor], x: Tensor, layer: str | None, memory: Layout
     ) -> tuple[Tensor, Tensor | None] | None:
         """Outputs for parameters and inputs as a function mapped by `vmap` holds them, and what goes into `layer`.
 
@@ -241,21 +410,33 @@ class Folded:
         sizes = [v.shape[0] for v, own in [*held.values(), (inputs, batched)] if own]
         if not sizes:
             return None
-        clients, first = sizes[0], _FIRST.get()
-        with temporarily_pop_interpreter_stack():
+        with mapped_by_hand():
             if not batched:
-                inputs = inputs.expand(clients, *inputs.shape)
-            now = clients if first is None else max(1, first)
-            self.now.clients, self.now.params = now, held
-            inputs = inputs[:now].flatten(0, 1)
-            try:
-                run = lambda a: run_watched(self.module, layer, lambda: outputs_of(self.module(a)))
-                out, seen = layout(run, inputs)
-            finally:
-                self.now.params = {}
-            out = _filled(out.reshape(now, -1, *out.shape[1:]), clients)
-            seen = None if seen is None else _filled(seen.reshape(now, -1, *seen.shape[1:]), clients)
+                inputs = inputs.expand(sizes[0], *inputs.shape)
+            layout = RowLayout([inputs.shape[1]] * sizes[0], inputs.shape[1], packed=False)
+            out, seen = self._run(held, inputs.flatten(0, 1), layout, layer, memory)
+            out, seen = layout.put(out), None if seen is None else layout.put(seen)
         return wrapped(out), None if seen is None else wrapped(seen)
+
+    def of_rows(
+        self, params: Mapping[str, Tensor], rows: FoldedRows, loss: Callable[[Tensor, Tensor], Tensor], memory: Layout
+    ) -> Tensor:
+        """Each client's mean of `loss(outputs, labels)`, one value per example, over its examples of a minibatch."""
+        held, (x, _), (y, _) = {k: unwrapped(v) for k, v in params.items()}, unwrapped(rows.x), unwrapped(rows.y)
+        with mapped_by_hand():
+            layout = rows.layout(self.parameters, self.units)
+            out, _ = self._run(held, layout.take(x), layout, None, memory)
+            means = rows.means(loss(out, layout.take(y)), layout)
+        return wrapped(means)
+
+    def _run(
+        self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: RowLayout, layer: str | None, memory: Layout
+    ) -> tuple[Tensor, Tensor | None]:
+        self.now.layout, self.now.params = layout, held
+        try:
+            return memory(lambda a: run_watched(self.module, layer, lambda: outputs_of(self.module(a))), x)
+        finally:
+            self.now.params = {}
 
 
 def run_watched(module: nn.Module, layer: str | None, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -269,6 +450,12 @@ def run_watched(module: nn.Module, layer: str | None, run: Callable[[], Tensor])
     finally:
         handle.remove()
     return out, seen[-1]
+
+
+def has_folded_form(module: nn.Module) -> bool:
+    """Whether all that has parameters is a linear or normalising layer, for which folding wins."""
+    with_parameters = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
+    return all(type(m) in (nn.Linear, nn.LayerNorm, nn.GroupNorm) for m in with_parameters)
 
 
 def fold(module: nn.Module, keyed: type[nn.Module]) -> Folded | None:
@@ -292,40 +479,57 @@ def fold(module: nn.Module, keyed: type[nn.Module]) -> Folded | None:
 
 
 class Leaves:
-    """Parameters of all clients that a loss is differentiated by: given wrapped, as one client's function sees them."""
+    """Parameters of all clients that a loss is differentiated by: given wrapped, as one client's function sees them.
+
+    Steps change them in place, so that one set of leaves serves a whole fit.
+    """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         inner = [unwrapped(p) for p in params]
         assert all(batched for _, batched in inner)
-        with temporarily_pop_interpreter_stack():
-            self.leaves = [t.detach().requires_grad_() for t, _ in inner]
+        with mapped_by_hand():
+            self.stacks = [t.detach() for t, _ in inner]
+            self.leaves = [t.detach().requires_grad_() for t in self.stacks]
+            self._ends = [get_gradient_edge(t).node for t in self.leaves]
         self.given = [wrapped(t) for t in self.leaves]
 
-    def gradients(self, values: Tensor, lr: float | None = None) -> list[Tensor | None]:
-        """∂/∂params of each client's value, wrapped; with `lr`, None for those that took their SGD step already."""
+    def gradients(
+        self, values: Tensor, lr: float | None = None, pulls: Sequence[Pull | None] = (), live: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """∂/∂params of each client's value, wrapped; with `lr`, None for those that took their SGD step already.
+
+        Args:
+            pulls: for each of the parameters a term λ/2 ‖p − q‖² that is not among the values.
+            live: [C], which clients have such terms; all if not given.
+        """
         inner, _ = unwrapped(values)
-        with temporarily_pop_interpreter_stack(), torch.enable_grad():
+        pulls = pulls or [None] * len(self.leaves)
+        with mapped_by_hand(), torch.enable_grad():
             total = inner.sum()
             if not total.requires_grad:
                 found: list[Tensor | None] = [None] * len(self.leaves)
                 stepped: set[int] = set()
             else:
-                stepped = set() if lr is None else _mark_steps(total, self.leaves, lr)
+                stepped = set() if lr is None else _mark_steps(total, self.leaves, self._ends, lr, pulls)
                 found = list(torch.autograd.grad(total, self.leaves, allow_unused=True))
             found = [
                 torch.zeros_like(t) if g is None and i not in stepped else g
                 for i, (g, t) in enumerate(zip(found, self.leaves))
             ]
+        with mapped_by_hand(), torch.no_grad():
+            found = [g if g is None or q is None else q.added(g, t, live) for g, q, t in zip(found, pulls, self.stacks)]
         return [None if g is None else wrapped(g) for g in found]
 
 
-def _mark_steps(total: Tensor, leaves: Sequence[Tensor], lr: float) -> set[int]:
+def _mark_steps(
+    total: Tensor, leaves: Sequence[Tensor], ends: Sequence[Any], lr: float, pulls: Sequence[Pull | None]
+) -> set[int]:
     """Let linear layers take the step of the weights that nothing else uses; returns which leaves those are.
 
     A weight qualifies if exactly one edge of the graph leads to it, from a linear layer, and no other layer computes
     with the same memory (a detached copy, whose backward pass would read it after the step).
     """
-    at = {get_gradient_edge(leaf).node: i for i, leaf in enumerate(leaves)}
+    at = {node: i for i, node in enumerate(ends)}
     uses: dict[int, list[tuple[Any, int]]] = {}
     products: list[Any] = []
     seen, stack = set(), [total.grad_fn]
@@ -350,6 +554,6 @@ def _mark_steps(total: Tensor, leaves: Sequence[Tensor], lr: float) -> set[int]:
     for i, edges in uses.items():
         (node, position), once = edges[0], len(edges) == 1
         if once and node in products and position in (1, 2) and read[leaves[i].data_ptr()] == 1:
-            node.steps[position] = lr
+            node.steps[position] = _Step(lr, pulls[i])
             stepped.add(i)
     return stepped

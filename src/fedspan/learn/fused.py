@@ -10,8 +10,9 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fedspan.learn.products import less_product, linear
 
 
 class Step:
@@ -31,18 +32,19 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinear) -> Tensor:
         ctx.x, ctx.weight, ctx.bias, ctx.layer = x, weight, bias, layer
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
         layer: FusedLinear = ctx.layer
         step = layer.step
-        before = g @ ctx.weight if ctx.needs_input_grad[0] else None  # with the weights of the forward pass
+        # With the weights of the forward pass, before they step.
+        before = linear(g, ctx.weight.detach().mT, None) if ctx.needs_input_grad[0] else None
         g2, x2 = g.reshape(-1, g.shape[-1]), ctx.x.reshape(-1, ctx.x.shape[-1])
         held = ctx.weight.detach()
         out = torch.empty_like(held) if step.fresh else held
-        step.new[layer.weight_name] = torch.addmm(held, g2.T, x2, alpha=-step.lr, out=out)
+        step.new[layer.weight_name] = less_product(held, g2.T, x2, step.lr, out=out)
         if ctx.bias is not None:
             held = ctx.bias.detach()
             out = torch.empty_like(held) if step.fresh else held

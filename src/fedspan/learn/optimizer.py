@@ -11,7 +11,7 @@ from annotated_types import Ge, Lt
 from torch import Tensor
 
 from fedspan.learn.batches import Batch, Batches
-from fedspan.learn.safeguard import shortened, some
+from fedspan.learn.safeguard import more_than_one, shortened, some
 from fedspan.learn.sgd import NO_PROX, Loss, Prox, adamw, sgd
 from fedspan.tree import Tree
 
@@ -75,13 +75,17 @@ class Optimizer:
         loss: Callable[[P, Batch], Tensor],
         batches: Iterable[Batch],
         lr: float,
+        alone: bool = False,
     ) -> P:
-        """`train(lr)`, shortened by the safeguard if there is one: judged by `loss` on some of the first batch."""
+        """`train(lr)`, shortened by the safeguard if there is one: judged by `loss` on some of the first batch.
+
+        `alone` says that no mean over clients follows, so that even a single step is judged.
+        """
         first = next(iter(batches), None) if self.safeguard and lr else None
         if first is None:
             return train(lr)
         few = some(first)
-        return shortened(train, start, lambda at: loss(at, few), lr)
+        return shortened(train, start, lambda at: loss(at, few), lr, alone or more_than_one(batches))
 
     def _train(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox) -> Tree:
         if self.rule == "adamw":

@@ -3,12 +3,13 @@
 Training runs as written. Then the loss of a few of its own examples is measured, once more than training needs; only
 where it is not finite, or has grown beyond what noise explains, is the phase repeated from its start with steps of a
 quarter, at most `MOST` times. A phase that is accepted at once gives the bits of plain training. Each client is judged
-by itself: mapped, folded or alone, it takes the same steps.
+by itself: mapped, folded or alone, it takes the same steps. A single step is left alone: what one client overshoots
+the mean over clients takes back, while several steps build on one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 
 from fedspan import tree
-from fedspan.learn.batches import Batch
+from fedspan.learn.batches import Batch, Batches
 
 P = TypeVar("P")
 
@@ -29,25 +30,29 @@ GROWTH = 1.5
 """How many times the loss of its start a phase may end with: minibatches pull in different directions."""
 QUIET = 1.0
 """A loss that is never too large, in nats or units of a standardised target: near a minimum ratios mean nothing."""
-
-FEW = 32
+FEW = 16
 """Examples that a phase is judged by."""
 
 
-def shortened(train: Callable[[float], P], start: P, loss: Callable[[P], Tensor], lr: float) -> P:
+def shortened(
+    train: Callable[[float], P], start: P, loss: Callable[[P], Tensor], lr: float, several: Tensor | bool = True
+) -> P:
     """Return `train(lr)`, or the longest phase at a quarter, a sixteenth, … of `lr` that does not raise the loss.
 
     Args:
         train: the whole phase from `start`, at a learning rate.
         loss: what the phase minimises, on examples that are the same each time it is called.
+        several: whether the phase is more than one step.
     """
-    new = train(lr)
-    after = _measure(loss, new)
-    if not somewhere(~(after <= QUIET)):
+    new, several = train(lr), torch.as_tensor(several)
+    if not somewhere(several):
         return new
-    before = _measure(loss, start)
-    limit = (GROWTH * before).clamp_min(QUIET)
-    good = after <= limit
+    after = _measure(loss, new)
+    good = ~several | (after <= QUIET)
+    if not somewhere(~good):
+        return new
+    limit = (GROWTH * _measure(loss, start)).clamp_min(QUIET)
+    good = good | (after <= limit)
     for _ in range(MOST):
         if not somewhere(~good):
             return new
@@ -70,6 +75,13 @@ def somewhere(condition: Tensor) -> bool:
 def _measure(loss: Callable[[P], Tensor], at: P) -> Tensor:
     with torch.no_grad():
         return loss(at).detach()
+
+
+def more_than_one(batches: Iterable[Batch]) -> Tensor | bool:
+    """Whether a stream has more than one minibatch with an example for this client."""
+    if isinstance(batches, Batches):
+        return (batches.rows >= 0).any(1).sum() > 1
+    return sum(1 for _ in batches) > 1
 
 
 def some(batch: Batch) -> Batch:

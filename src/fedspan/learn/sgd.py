@@ -11,7 +11,7 @@ from torch.func import grad, grad_and_value
 
 from fedspan import tree
 from fedspan.learn.batches import Batch, Batches
-from fedspan.learn.folded import Leaves, clients_left, is_folding, only_first
+from fedspan.learn.folded import Leaves, Pull, is_folding, mapped_by_hand, unwrapped
 from fedspan.learn.task import Task
 from fedspan.tree import Params, Tree
 
@@ -20,6 +20,26 @@ Loss: TypeAlias = Callable[[Any, Batch], Tensor]
 
 Prox: TypeAlias = Mapping[str, Callable[[Tensor], Tensor]]
 """What is done to single parameters (by path) after every step: a proximal step or a projection."""
+
+
+class Near:
+    """The loss F(p) + λ/2 Σ ‖p − q‖² over the parameters that q names.
+
+    Where clients are folded, `fit` adds the term's gradient λ (p − q) itself, in the product that takes the step.
+    """
+
+    def __init__(self, loss: Loss, towards: Params, strength: float) -> None:
+        self.loss, self.towards, self.strength = loss, towards, strength
+
+    def __call__(self, params: Params, batch: Batch) -> Tensor:
+        far = sum((params[k] - q).square().sum() for k, q in self.towards.items())
+        return self.loss(params, batch) + self.strength / 2 * far
+
+    def pulls(self, names: Iterable[str]) -> list[Pull | None]:
+        """The term of each of these parameters, without vmap's wrappers."""
+        held = {k: unwrapped(q) for k, q in self.towards.items()}
+        return [Pull(held[k][0].detach(), self.strength, held[k][1]) if k in held else None for k in names]
+
 
 StartState: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 Step: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], "Tensor | None"], None]
@@ -65,7 +85,8 @@ def _counted(loss: Loss, params: Any, batch: Batch) -> Tensor:
 
     A term must still be finite there, as ∞·0 is not 0.
     """
-    return loss(params, batch) * batch.live
+    value = loss(params, batch)
+    return value if batch.rows is not None and batch.rows.all_live else value * batch.live
 
 
 def _slopes(value: Tensor, at: Any, again: bool = False) -> Any:
@@ -95,7 +116,7 @@ def sgd(
         return [torch.zeros_like(a) for a in p] if momentum else []
 
     plain = None if momentum or weight_decay else lr
-    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, plain)[0]
+    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, plain, True)[0]
 
 
 def sgd_from(
@@ -115,7 +136,7 @@ def sgd_from(
     def start(p: list[Tensor]) -> list[Tensor]:
         return [torch.zeros_like(a) + velocity[k] for k, a in zip(names, p)]
 
-    params, state = _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox)
+    params, state = _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, stacked=True)
     return params, dict(zip(names, state)) if state else velocity
 
 
@@ -123,7 +144,11 @@ def _descend(lr: float, momentum: float, weight_decay: float) -> Step:
     def step(p: list[Tensor], g: list[Tensor], velocity: list[Tensor], live: Tensor | None) -> None:
         if weight_decay:
             g = [a + weight_decay * b for a, b in zip(g, p)]
-        if momentum:
+        if momentum and live is None:
+            torch._foreach_mul_(velocity, momentum)
+            torch._foreach_add_(velocity, g)
+            g = velocity
+        elif momentum:
             for v, a in zip(velocity, g):
                 v.copy_(_if(live, momentum * v + a, v))
             g = velocity
@@ -195,10 +220,12 @@ def _train(
     step: Step,
     prox: Prox,
     plain: float | None = None,
+    stacked: bool = False,
 ) -> tuple[Tree, list[Tensor]]:
     """Run `step` and `prox` once per batch on copies of `params`; running statistics ride along and are not trained.
 
     `plain` is the learning rate where a step is −lr·gradient and nothing else: folded layers may then take it.
+    `stacked` says that a step does the same to stacks of parameters, so that it can be taken without vmap.
     Returns the parameters and the optimiser's state, which is empty if there was no batch.
     """
     flat = tree.flatten(params)
@@ -208,8 +235,9 @@ def _train(
     held: dict[str, Tensor] = {}  # what the loss sees: trained copies and owned statistics
     p: list[Tensor] = []
     state: list[Tensor] = []
-    left = clients_left(batches.rows) if is_folding() and isinstance(batches, Batches) and batches.mapped else None
-    for k, batch in enumerate(batches):
+    leaves: Leaves | None = None
+    given: Any = None
+    for batch in batches:
         if not p:
             # Adding a mapped zero turns shared starting values into per-client ones, so that steps can be in place.
             zero = (batch.w.sum() * 0).to(flat[trained[0]].dtype) if batch.mapped else None
@@ -219,13 +247,16 @@ def _train(
                     held[path].owned = True  # type: ignore[attr-defined]
             p = [held[k] for k in trained]
             state = start(p)
-        if batch.mapped and is_folding():
-            leaves = Leaves(p)
-            with torch.enable_grad(), only_first(None if left is None else left[k]):
-                value = _counted(loss, _assemble(params, held | dict(zip(trained, leaves.given))), batch)
-            found = leaves.gradients(value, plain)
-            kept = [(a, g) for a, g in zip(p, found) if g is not None]  # the others have taken their step
-            step([a for a, _ in kept], [g for _, g in kept], state, batch.live)
+            if batch.mapped and is_folding():
+                leaves = Leaves(p)
+                given = _assemble(params, held | dict(zip(trained, leaves.given)))
+        if leaves is not None:
+            near = loss if isinstance(loss, Near) and batch.rows is not None and any(batch.rows.counts) else None
+            with torch.enable_grad():
+                value = _counted(loss if near is None else near.loss, given, batch)
+            live = None if batch.rows is None or batch.rows.all_live else batch.rows.live(value.dtype)
+            found = leaves.gradients(value, plain, () if near is None else near.pulls(trained), live)
+            _step_folded(step, leaves, p, found, state, batch, stacked)
         elif batch.mapped:
             g = tree.leaves(grad(lambda q, b=batch: _counted(loss, q, b))(_assemble(params, held)))
             step(p, g, state, batch.live)
@@ -246,6 +277,31 @@ def _train(
         del held[path].owned  # type: ignore[attr-defined]
     result: Tree = _assemble(params, held)
     return result, state
+
+
+def _step_folded(
+    step: Step,
+    leaves: Leaves,
+    p: list[Tensor],
+    found: list[Tensor | None],
+    state: list[Tensor],
+    batch: Batch,
+    stacked: bool,
+) -> None:
+    """One step of all clients with the gradients that were found; parameters without one have taken theirs.
+
+    Where each client has an example and takes it, `stacked`: on the parameters of all at once, without vmap.
+    """
+    moved = [(k, g) for k, g in enumerate(found) if g is not None]
+    if not moved:
+        return
+    slopes, live = [g for _, g in moved], None if batch.rows is not None and batch.rows.all_live else batch.live
+    if live is not None or not stacked:
+        step([p[k] for k, _ in moved], slopes, state, live)
+        return
+    inner, velocity = ([unwrapped(t)[0] for t in part] for part in (slopes, state))
+    with mapped_by_hand():
+        step([leaves.stacks[k] for k, _ in moved], inner, velocity, None)
 
 
 def _assemble(like: Any, flat: dict[str, Tensor], prefix: str = "") -> Any:

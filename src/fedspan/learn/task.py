@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.func import functional_call, grad
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
-from fedspan.learn.folded import Folded, is_folding, run_watched
+from fedspan.learn.folded import Folded, is_folding, mapped_by_hand, run_watched
 from fedspan.learn.folded import fold as fold_clients
 from fedspan.learn.fused import Step, fuse
 from fedspan.learn.layout import Layout
@@ -139,6 +140,7 @@ class Task:
             module, step, names = fuse(self.module)
             self._fused = (module, step, set(names)) if names else None
         self._with_clients: dict[bool, Folded | None] = {}
+        self._head_task: tuple[Task | None] | None = None
         self.layout = Layout(self.module)
         self.kinds: dict[str, Task] = {}
         self.turns: tuple[str, ...] = ()
@@ -255,9 +257,7 @@ class Task:
         """
         with torch_seed(self.seed, "convert"):
             module = change(copy.deepcopy(self.module))
-        own: dict[str, Any] = {"loss": self._own_loss, "loss_of": self._loss_of}
-        own |= {"ties": self.ties, "ignored": self.ignored}
-        task = Task(module, self.kind, head=self.head_layer, dtype=self.dtype, **own)
+        task = Task(module, self.kind, head=self.head_layer, **self._settings())
         task.seed, task._origin = self.seed, self.plain
         build = self._build
         task._build = None if build is None else lambda: change(self._prepare(build()))
@@ -271,6 +271,10 @@ class Task:
 
     def loss(self, params: Params, batch: Batch) -> Tensor:
         """Mean training loss over the examples of a batch; 0 for an empty one."""
+        rows = batch.folded if params and self.loss_of == "example" and not is_bf16() else None
+        if rows is not None and (folded := self._folded(self.module)) is not None:
+            held = self._with_keys(params, batch.key) if self._dropouts else params
+            return folded.of_rows(held, rows, self.example_loss, self.layout)
         return self.mean_loss(self.output(params, batch), batch)
 
     def mean_loss(self, output: Tensor, batch: Batch) -> Tensor:
@@ -347,14 +351,23 @@ class Task:
 
     def output_gradient(self, output: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         """∂(sum of the examples' losses)/∂output, in closed form where there is one."""
-        if self._own_loss is None and self.kind == "classification":
-            return output.softmax(1) - F.one_hot(y, output.shape[1]).to(output.dtype)
+        if self.responds:
+            return output.softmax(1) - self.target(output, y)
         if self._own_loss is None and self.kind == "regression":
             gap = 2 * (output - y.reshape(output.shape))
             return gap / max(1, gap[0].numel())
         live = _all_of(y) if mask is None else mask
         result: Tensor = grad(lambda o: (self.example_loss(o, y, mask) * live).sum())(output)
         return result
+
+    @property
+    def responds(self) -> bool:
+        """Whether ∂loss/∂output is softmax(output) − `target`."""
+        return self._own_loss is None and self.kind == "classification"
+
+    def target(self, output: Tensor, y: Tensor) -> Tensor:
+        """1 for the class of each example, [B, C]."""
+        return F.one_hot(y, output.shape[1]).to(output.dtype)
 
     @property
     def own_loss(self) -> bool:
@@ -430,10 +443,41 @@ class Task:
     def from_features(self, params: Params, features: Tensor) -> Tensor:
         """Outputs of the head for given features; `params` needs only the head's entries."""
         self.need_head()
-        prefix = self._head_module and self._head_module + "."
-        own = {k[len(prefix) :]: v for k, v in params.items() if k.startswith(prefix)}
+        own = self.of_head(params)
         result: Tensor = functional_call(self._eval.get_submodule(self._head_module), own, (features,))
         return result
+
+    def head_alone(self, x: Inputs, mapped: bool = False) -> Task | None:
+        """The head as a task of its own, whose inputs are features; seen on two examples when first asked for.
+
+        None where training it on stored features would be something else: the body or the head draws random numbers or
+        keeps statistics, the body reads the head's parameters, or the head's outputs are not the model's.
+        """
+        if self._head_task is None:
+            with mapped_by_hand() if mapped else nullcontext():
+                self._head_task = (self._find_head_alone(tree.take(x, slice(2))),)
+        return self._head_task[0]
+
+    def _find_head_alone(self, x: Inputs) -> Task | None:
+        if not self.head or not self._head_module or self._dropouts or self.stats:
+            return None
+        params = {k: p.requires_grad_(k in self.head) for k, p in self.init().items()}
+        with torch.enable_grad():
+            features, output = self._with_features(self.module, params, x)
+            alone = functional_call(self.module.get_submodule(self._head_module), self.of_head(params), (features,))
+        if features.requires_grad or not isinstance(alone, Tensor) or not torch.equal(alone, output):
+            return None
+        return Task(self.module.get_submodule(self._head_module), self.kind, head="", **self._settings())
+
+    def of_head(self, params: Params) -> Params:
+        """The head's entries, by their names in the head."""
+        prefix = self._head_module and self._head_module + "."
+        return {k[len(prefix) :]: v for k, v in params.items() if k.startswith(prefix)}
+
+    def _settings(self) -> dict[str, Any]:
+        """What another task of the same loss is made with."""
+        own: dict[str, Any] = {"loss": self._own_loss, "loss_of": self._loss_of, "dtype": self.dtype}
+        return own | {"ties": self.ties, "ignored": self.ignored}
 
     # ---------------------------------------------------------------- what the engine needs
 
@@ -481,8 +525,8 @@ class Task:
                     self._pass(self._eval, params, x, None, None)
             # The forward pass writes running statistics in place: only into tensors the training loop owns.
             params = {k: v if k not in self.stats or hasattr(v, "owned") else v.clone() for k, v in params.items()}
-        if key is not None and self._dropouts:
-            params = params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
+        if key is not None:
+            params = self._with_keys(params, key)
         if params and is_folding() and isinstance(x, Tensor) and (folded := self._folded(module)) is not None:
             found = folded(params, x, layer, self.layout)
             if found is not None:
@@ -490,10 +534,17 @@ class Task:
 
         def run(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
             args, named = _arguments(inputs)
-            call = lambda: functional_call(module, params, args, named) if params else module(*args, **named)
-            return run_watched(module, layer, lambda: outputs_of(call()))
+
+            def call() -> Tensor:
+                return outputs_of(functional_call(module, params, args, named) if params else module(*args, **named))
+
+            return run_watched(module, layer, call)
 
         return self.layout(run, x)
+
+    def _with_keys(self, params: Params, key: Tensor) -> Params:
+        """Parameters, and a key for each dropout layer."""
+        return params | {name: fold(key, i) for i, name in enumerate(self._dropouts)}
 
     def _folded(self, module: nn.Module) -> Folded | None:
         """The module with a client axis in its layers, made when first asked for; None where there is no such form."""

@@ -65,7 +65,7 @@ class Cfl(Sharing, Observed, Cautions):
     """γ_max, which γ = √((1 − largest similarity across)/2) of a split must exceed; not asked if not given."""
     min_size: AtLeast1 = 2
     """A cluster is split only if more than so many of its clients have been heard."""
-    start_round: Count = 20
+    start_round: Count = 5
     """The first round in which clusters may be split."""
     linkage: Literal["complete", "single"] = "complete"
     """Linkage of the clustering that splits: `single` gives the exact minimum of the largest similarity across."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from fedspan.learn.batches import Amount, Batch, Epochs
+from fedspan import tree
+from fedspan.learn.batches import Amount, Epochs
+from fedspan.learn.sgd import Near
 from fedspan.learn.task import Task
 from fedspan.method import About, Cautions, ClientInfo, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count, NonNegative
@@ -49,12 +49,7 @@ class Ditto(Sharing, Cautions):
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         w: Params = down["theta"]
         theta, h = self.split(task, self.fit(task.loss, w | client["h"], visit["train"]))
-        pulled = [k for k in w if k in set(task.names)]
-
-        def near(v: Params, batch: Batch) -> Tensor:
-            far = sum((v[k] - w[k]).square().sum() for k in pulled)
-            return task.loss(v, batch) + self.lam / 2 * far  # h_k(v; w^t), eq. (Ditto)
-
+        near = Near(task.loss, tree.select(w, task.names), self.lam)  # h_k(v; w^t), eq. (Ditto)
         v = self.fit(near, client["v"], visit["personal"], self.lr_personal)
         return {"h": h, "v": v}, Sent(weight=self.weigh(visit), mean={"theta": theta})
 

@@ -38,8 +38,8 @@ class FedAla(Sharing):
 
     top: Count = 2
     """How many of the last parameter tensors are blended entry by entry; those below come from the global model."""
-    lr_a: NonNegative = 1.0
-    """Learning rate of the blend's weights A."""
+    lr_a: NonNegative = 100.0
+    """Learning rate of the blend's weights A; with the paper's 1 they hardly move where the two models are near."""
     share: Fraction = 0.8
     """Share of the training data, drawn anew, on which the blend is learnt."""
     threshold: NonNegative = 0.1

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from fedspan.learn.batches import Batch
+from fedspan import tree
+from fedspan.learn.sgd import Near
 from fedspan.learn.task import Task
 from fedspan.method import About, Cautions, Discloses, Sent, Sharing, Visit, Yardstick
 from fedspan.method.fields import NonNegative
-from fedspan.tree import Params, Tree
+from fedspan.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +56,5 @@ class FedProx(Sharing, Cautions):
         return {"lr·mu": self.optimizer.pull(self.lr, self.mu)}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        start: Params = down["theta"]
-        names = [k for k in start if k in set(task.names)]
-
-        def h_k(w: Params, batch: Batch) -> Tensor:
-            far = sum((w[k] - start[k]).square().sum() for k in names)
-            return task.loss(w, batch) + self.mu / 2 * far  # h_k(w; w^t), eq. (2)
-
+        h_k = Near(task.loss, tree.select(down["theta"], task.names), self.mu)  # h_k(w; w^t), eq. (2)
         return self.train_together(task, h_k, client, down, visit)

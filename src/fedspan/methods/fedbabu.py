@@ -8,6 +8,7 @@ from typing import Literal
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Epochs
+from fedspan.learn.frozen_body import FrozenBody
 from fedspan.learn.task import Task
 from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count
@@ -30,7 +31,7 @@ class FedBabu(Sharing):
 
     private_head: bool = False
     """Plays no part: the head is never sent."""
-    finetune_epochs: Count = 5
+    finetune_epochs: Count = 10
     """Epochs in which a client fine-tunes the model before use; the result is thrown away afterwards."""
     finetune: Literal["all", "head", "body"] = "all"
     """What is fine-tuned before use: all parameters, the head, or the body."""
@@ -52,8 +53,9 @@ class FedBabu(Sharing):
         params = super().personal(task, client, down, visit)
         moving = {"all": task.names, "head": task.head, "body": task.body}[self.finetune]
         still = tree.without(params, [*moving, *task.stats])
-        tuned = self.fit(lambda p, b: task.loss(still | p, b), tree.without(params, still), visit["finetune"])
-        return still | tuned
+        moved = tree.without(params, still)
+        fixed = FrozenBody(task, still, moved, visit["finetune"])
+        return still | self.fit(fixed.loss, moved, fixed.batches)
 
     def _parts(self, task: Task, client: Tree) -> tuple[Params, Params]:
         return tree.select(client["h"], task.head), tree.without(client["h"], task.head)

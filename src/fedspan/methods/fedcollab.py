@@ -62,14 +62,15 @@ class FedCollab(Sharing, Announces, Observed):
 
     local_stats: ClassVar[bool] = False
 
-    distance_rounds: Annotated[int, Ge(2)] = 10
+    distance_rounds: Annotated[int, Ge(2)] = 5
     """Rounds in which pairs of clients learn to tell their data apart, before coalitions are formed."""
     distance_hidden: AtLeast1 = 200
     """Units in the hidden layer of a pair's discriminator."""
-    lr_distance: NonNegative = 0.1
+    lr_distance: NonNegative = 1.0
     """Learning rate of the discriminators."""
-    weight_of_samples: NonNegative = 8.0
-    """C, how much a coalition's number of examples counts against the distances within it."""
+    weight_of_samples: NonNegative = 2.0
+    """C, how much a coalition's number of examples counts against the distances within it: the more, the larger the
+    coalitions."""
 
     def common(self, task: Task, federation: Federation) -> Tree:
         return {"key": key(federation.seed, "discriminator")}

@@ -138,6 +138,8 @@ class FedTgp(FedProto):
         discloses=Discloses(labels="set", model="nothing", examples=False, class_means=True, resembles=True),
     )
 
+    lam: NonNegative = 0.3
+    """λ, the weight of the distance to the server's prototypes; the authors' script has 10."""
     weighting: Literal["samples", "uniform"] = "samples"
     """Plays no part: every upload counts alike."""
     server_epochs: AtLeast1 = 100

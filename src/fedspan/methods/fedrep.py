@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedspan.learn.batches import Amount, Epochs
+from fedspan.learn.frozen_body import FrozenBody
 from fedspan.learn.task import Task
 from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count
@@ -39,6 +40,7 @@ class FedRep(Sharing):
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         phi, h = down["theta"], client["h"]
-        h = self.fit(lambda h, b: task.loss(phi | h, b), h, visit["head"])  # h_i ← GRD(f_i(h, φ^t), h), lines 7-9
+        fixed = FrozenBody(task, phi, h, visit["head"])
+        h = self.fit(fixed.loss, h, fixed.batches)  # h_i ← GRD(f_i(h, φ^t), h), lines 7-9
         phi = self.fit(lambda phi, b: task.loss(phi | h, b), phi, visit["body"])  # φ_i ← GRD(f_i(h_i, φ), φ), line 10
         return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": phi})

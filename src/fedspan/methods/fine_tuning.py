@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Epochs
+from fedspan.learn.frozen_body import FrozenBody
 from fedspan.learn.task import Task
 from fedspan.method import About, Cautions, Discloses, Sent, Sharing, Training, Visit
 from fedspan.method.fields import Count, NonNegative
@@ -22,8 +23,8 @@ class FineTuning:
 
     KEYS: ClassVar[Mapping[str, str]] = {"finetune_epochs": "epochs", "lr_finetune": "lr", "l2": "l2"}
 
-    epochs: Count | None = None
-    """Epochs in which a client fits the received model before use; the run's if not given, 0 is FedAvg."""
+    epochs: Count | None = 10
+    """Epochs in which a client fits the received model before use; the run's if none, 0 is FedAvg."""
     lr: NonNegative | None = None
     """The learning rate of that fit; `lr` if not given."""
     l2: NonNegative = 0.0
@@ -36,16 +37,18 @@ class FineTuning:
     def fit(self, method: Training, task: Task, received: Params, names: Sequence[str], visit: Visit) -> Tree:
         """The received model with the parameters of these names fitted on the stream `finetune`."""
         still = tree.without(received, [*names, *task.stats])
+        start = tree.without(received, still)
+        fixed = FrozenBody(task, still, start, visit["finetune"])
 
         def f_i(theta: Params, batch: Batch) -> Tensor:
-            loss = task.loss(still | theta, batch)
+            loss = fixed.loss(theta, batch)
             if self.l2 == 0:
                 return loss
             return loss + self.l2 / 2 * sum((theta[k] - received[k]).square().sum() for k in names)
 
         # Where nothing is added and nothing stands still it is the task's own loss, whose steps are the quickest.
         loss = task.loss if not still and self.l2 == 0 else f_i
-        return still | method.fit(loss, tree.without(received, still), visit["finetune"], self.lr)
+        return still | method.fit(loss, start, fixed.batches, self.lr)
 
 
 @dataclass(frozen=True, kw_only=True)

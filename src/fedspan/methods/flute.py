@@ -14,6 +14,7 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import All, Amount, Batch, Epochs
 from fedspan.learn.class_features import class_matrix, members
+from fedspan.learn.frozen_body import FrozenBody
 from fedspan.learn.task import Task
 from fedspan.method import (
     About,
@@ -110,9 +111,11 @@ class Flute(Sharing, Observed):
         h: Params = down["h"] if self.shown else tree.select(client["h"], task.head)
         c = self._classes(h[name], visit)
 
+        fixed = FrozenBody(task, phi | stats, h, visit["head"])
+
         def head_loss(h: Params, batch: Batch) -> Tensor:
             pull = self.lam_1 * collapse(h[name], c) + self.lam_2 * h[name].square().sum()
-            return task.loss(phi | stats | h, batch) + pull
+            return fixed.loss(h, batch) + pull
 
         def whole_loss(params: Params, batch: Batch) -> Tensor:
             features, output = task.features_and_output(params, batch)
@@ -121,7 +124,7 @@ class Flute(Sharing, Observed):
             loss = task.mean_loss(output, batch)
             return loss + pull + self.lam_3 * spread
 
-        h = self.fit(head_loss, h, visit["head"])
+        h = self.fit(head_loss, h, fixed.batches)
         both = self.fit(whole_loss, phi | stats | h, visit["train"])
         theta, kept = self.split(task, both)
         if not self.shown:

@@ -40,9 +40,9 @@ class PerFedAvg(Sharing):
     """α, the learning rate of the adaptation; `lr` if not given."""
     delta: Positive = 1e-3
     """δ, the step of the differences in the Hessian-free variant."""
-    adapt: Count = 1
-    """How many steps, or epochs, a client adapts the model before use."""
-    adapt_unit: Literal["step", "epoch"] = "step"
+    adapt: Count = 10
+    """How many steps, or epochs, a client adapts the model before use; the paper's objective foresees one step."""
+    adapt_unit: Literal["step", "epoch"] = "epoch"
     """Whether `adapt` counts minibatches or epochs."""
 
     @property

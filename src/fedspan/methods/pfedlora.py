@@ -24,8 +24,9 @@ class PersonalAdapter:
 
     rank: AtLeast1 = 2
     """r_p, the rank of L U."""
-    alpha: NonNegative = 1.0
-    """α_p, by which L U is multiplied before it is added to W."""
+    alpha: NonNegative = 0.1
+    """α_p, by which L U is multiplied before it is added to W; with 1 steps on U are as many times longer as L has
+    rows per column."""
     layers: Chosen = "body"
     """The layers that get a pair: a group of them, or names that begin theirs."""
 

@@ -34,13 +34,14 @@ class PFedMe(Sharing, Cautions):
         discloses=Discloses(labels="set", model="likeness", examples=True, resembles=True),
     )
 
-    lr: NonNegative = 0.05
+    lr: NonNegative = 0.5
     """η, the learning rate of a client's copy of the global model."""
-    lam: NonNegative = 15.0
-    """λ, how strongly the personal model is held to the client's copy of the global one."""
+    lam: NonNegative = 1.0
+    """λ, how strongly the personal model is held to the client's copy of the global one; the paper's 15 leaves it
+    little of its own."""
     inner_steps: AtLeast1 = 5
     """Steps of the personal model on every minibatch."""
-    lr_inner: NonNegative = 0.05
+    lr_inner: NonNegative = 0.1
     """Learning rate of the personal model."""
     beta: Positive = 1.0
     """β, how far the server goes from its model to the mean of a round; 1 takes the mean."""
@@ -98,7 +99,7 @@ class L2gd(Sharing, Announces):
         discloses=Discloses(labels="set", model="whole", private=("theta",), examples=True, resembles=True),
     )
 
-    lam: NonNegative = 1.0
+    lam: NonNegative = 0.1
     """λ, how strongly the clients' models are pulled to their mean."""
     p: Fraction = 0.2
     """Probability that a step goes towards the mean and not down the loss."""

@@ -48,7 +48,7 @@ class PFedSim(Sharing, Announces, Observed, Cautions):
         discloses=Discloses(labels="set", model="whole", private=("h",), examples=True, resembles=True),
     )
 
-    warmup_rounds: Count = 30
+    warmup_rounds: Count = 5
     """Rounds of FedAvg before every client has a model of its own: the paper's ρT."""
 
     def __post_init__(self) -> None:

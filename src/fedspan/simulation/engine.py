@@ -19,7 +19,8 @@ from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError, FedspanError
 from fedspan.learn.batches import SHUFFLED, Amount, Batch, Batches, Epochs, Index, KeyedTransform, draw, pad, rows_of
-from fedspan.learn.folded import folding
+from fedspan.learn.folded import folding, has_folded_form
+from fedspan.learn.frozen_body import FrozenBody
 from fedspan.learn.metrics import UndefinedMetric
 from fedspan.learn.precision import Precision, training_in
 from fedspan.learn.sgd import gradient, sgd
@@ -37,7 +38,10 @@ SMALL_MODEL = 20_000
 """Up to this many parameters mapping wins clearly: the work of one client is smaller than the cost of asking for it."""
 
 MIDDLE_MODEL = 1_000_000
-"""Up to this many, mapping still wins where a visit has no more than two steps."""
+"""Up to this many, perceptrons are folded; mapping still wins for others where a visit has no more than two steps."""
+
+AT_ONCE = 2_400_000
+"""Parameters of the clients of a folded chunk together: what a processor's caches hold."""
 
 
 TRAINING = "before "
@@ -351,11 +355,8 @@ class Engine:
         if not task.whole(weights) or not task.head:
             raise NoHeadToFit(f"{type(self.method).__name__} does not predict with one model that has a head")
         body, head = tree.without(weights, task.head), tree.select(weights, task.head)
-
-        def loss(h: Params, batch: Batch) -> Tensor:
-            return task.loss(body | h, batch)
-
-        fitted: Tree = body | sgd(loss, head, stream, self.judging.head_lr)
+        fixed = FrozenBody(task, body, head, stream)
+        fitted: Tree = body | sgd(fixed.loss, head, fixed.batches, self.judging.head_lr)
         return fitted
 
     def _gather(self, task: Task, found: EvaluatedChunk, places: Mapping[int, int], result: Tree, client: int) -> Tree:
@@ -484,8 +485,9 @@ class Engine:
 def choose_mapping(task: Task, mode: str, steps: float) -> Way:
     """`auto` by a fixed rule on the model and the local steps of a visit, never by timing.
 
-    Convolutions, recurrent layers and batch normalisation run one client after another; so do large models and visits
-    of many steps, where the parameters of several clients would push each other out of the cache.
+    Models of linear and normalising layers are folded. Of others, convolutions, recurrent layers and batch
+    normalisation run one client after another, unless they are tiny; so do large models and visits of many steps, where
+    the parameters of several clients would push each other out of the cache.
 
     Raises:
         ConfigError: if `vmap` is asked for and some layer cannot be mapped; lists all of them.
@@ -500,6 +502,8 @@ def choose_mapping(task: Task, mode: str, steps: float) -> Way:
     convolutions = task.has(nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if faults or (convolutions and size > SMALL_MODEL):
         return "loop"
+    if has_folded_form(task.module) and size <= MIDDLE_MODEL:
+        return "folded"
     return "vmap" if size <= SMALL_MODEL or (size <= MIDDLE_MODEL and steps <= 2.0) else "loop"
 
 
@@ -508,8 +512,9 @@ def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap", precision
 
     Two clients take one gradient each, together and alone; the second has one example, an empty slot and other weights.
     It shows code that vmap cannot run (branches on values, `.item()`), models whose examples depend on one another, and
-    layers that read other layers' weights, which cannot be folded. Gradients are compared in full precision; in bf16 it
-    is only tried whether there are any, as its rounding would hide what differs.
+    layers that read other layers' weights, which cannot be folded. What cannot run under vmap is not folded either: a
+    model that looks at values would see those of all clients. Gradients are compared in full precision; in bf16 it is
+    only tried whether there are any, as its rounding would hide what differs.
     """
     params, stream = task.init(), key(0, "mapping")
     starts = [params, tree.map(lambda t: t * 0.9 + 0.01, params)]
@@ -519,9 +524,14 @@ def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap", precision
         found: Tree = gradient(task.loss, own, Batch(tree.take(x, at), y[at], filled, stream, 0))
         return found
 
+    def value(own: Params, at: Tensor, filled: Tensor) -> Tensor:
+        return task.loss(own, Batch(tree.take(x, at), y[at], filled, stream, 0))
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # slow operators are told about by the run itself
+            if way == "folded":
+                vmap(value)(tree.stack(starts), rows, slots)
             with folding() if way == "folded" else nullcontext():
                 together = vmap(mapped)(tree.stack(starts), rows, slots)
                 if precision == "bf16":
@@ -553,12 +563,14 @@ def _first_sentence(text: str) -> str:
 def chunk_size(mapping: str, participants: int, parameters: int, chunk: int | None) -> int:
     """Clients per chunk: from the configuration, or a rule on the round's size and the model's; never on the machine.
 
-    One after another, sixteen chunks balance clients of different sizes over the workers. Mapped, a step costs the same
-    for few clients as for many while their parameters fit in the cache, so there are few chunks, but at least two.
+    One after another, sixteen chunks balance clients of different sizes over the workers. Mapped or folded, a step
+    costs the same for few clients as for many while their parameters fit in the cache, so there are few chunks, but at
+    least two.
     """
     if chunk is not None:
         return chunk
     if mapping == "loop":
         return max(1, -(-participants // 16))
     chunks = max(2, -(-participants // 16))
-    return max(1, min(-(-participants // chunks), 4_000_000 // max(1, parameters)))
+    most = AT_ONCE if mapping == "folded" else 4_000_000
+    return max(1, min(-(-participants // chunks), most // max(1, parameters)))

@@ -26,10 +26,11 @@ from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped, sample
 from fedspan.simulation.transport import Collected, MeasuredClients, in_order, partial_sum
 from fedspan.simulation.workers import Executor, Job, Meta, available_cores, executor_of, forks
+from fedspan.storage.client_store import ClientStore
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 """Private states and downloads of the clients that are judged in one piece of work."""
 
 OWN_BYTES = 64 << 20
@@ -85,15 +86,12 @@ class LocalTransport:
         self._executor: Executor | None = None
         self._shared: dict[int, Tree] = {}  # what clients of a capacity were last sent in common
         self._down: dict[Capacity, float] = {}  # bytes that one client of a capacity last received
-        self._trained: list[tuple[list[int], Tree]] = []  # clients, and what they have after the round
-        self._replaced: list[tuple[list[int], Tree]] = []  # clients, and what they had before `keep`
         self._own_told: list[tuple[list[int], Meta]] = []  # clients, and what was measured of their own models
+        self._tables = list(zip(record.stores, record.tables))  # rows that workers read and write in place
 
     def __getstate__(self) -> dict[str, Any]:
         """What a spawned worker needs to handle chunks: all but what only this process may touch."""
-        here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_trained": [], "_replaced": []}
-        here["_own_told"] = []
-        here["_shared"] = {}
+        here: dict[str, Any] = {"record": None, "clock": None, "_executor": None, "_own_told": [], "_shared": {}}
         return self.__dict__ | here
 
     @property
@@ -131,6 +129,7 @@ class LocalTransport:
 
     def train(self, t: int, sampled: Sequence[int], ledger: Ledger) -> Collected:
         """Run `client_update` of all sampled clients that are not lost; chunks come in a fixed order."""
+        self.record.settle()
         lost = dropped(list(sampled), self.settings, self.engine.seed, t)
         going = [i for i in sampled if not (self.settings.drop == "before" and i in lost)]
         groups = self._groups("train", t, going, ledger, {i: len(self.data.train[i]) for i in going})
@@ -142,7 +141,7 @@ class LocalTransport:
             answering, own = [i not in lost for i in ids], not last.isdisjoint(ids)
             return {"answering": answering, "own": own, "bounds": usual.before}
 
-        got, self._trained, self._replaced, self._own_told = Collected(sampled), [], [], []
+        got, self._own_told = Collected(sampled), []
         now: dict[int, Capacity] = {}
         up: Counter[Capacity] = Counter()
         waiting: list[tuple[Meta, Meta, Tree]] = []
@@ -154,7 +153,7 @@ class LocalTransport:
             now |= dict.fromkeys(job["ids"], capacity)
             ledger.add_names(Direction.UP, meta["bytes"])
             up[capacity] += sum(meta["bytes"].values())
-            self._trained.append((job["ids"], answer["rows"]))
+            self._stage(job, answer)
             self._own_told.append((job["ids"], meta.get("own", {})))
             measured += [Measured(values) for values in meta["measured"]]
             cuts |= dict(meta["cut"])
@@ -198,22 +197,35 @@ class LocalTransport:
                 yield job
 
         for meta, data in self.executor.run(noted()):
-            yield asked.popleft(), meta, data
+            job = asked.popleft()
+            if "first" in job:
+                self._hold(job)
+            yield job, meta, data
+
+    def _stage(self, job: Meta, answer: Tree) -> None:
+        """Stage the rows that a chunk brings, or has left in slots."""
+        if "to" in job:
+            self._store(job).stage_slots(job["ids"], job["to"])
+        else:
+            self.record.stage(job["ids"], answer.pop("rows"))
+
+    def _hold(self, job: Meta) -> None:
+        """Remember the initial rows that a chunk has computed, not to compute them again."""
+        self._store(job).hold([i for i, slot in zip(job["ids"], job["slots"]) if slot < 0], job["first"])
+
+    def _store(self, job: Meta) -> ClientStore:
+        return self.record.stores[self._tables[job["table"]][0]]
 
     def keep(self) -> None:
-        """Put the clients' new rows into the store."""
-        for ids, new in self._trained:
-            self._replaced.append((ids, self.record.take(ids)))
-            self.record.put(ids, new)
+        """Let the clients' new rows replace those they had."""
+        self.record.accept()
         for ids, told in self._own_told:
             self._keep_own(ids, told)
-        self._trained, self._own_told = [], []
+        self._own_told = []
 
     def take_back(self) -> None:
-        """Put the rows back that `keep` has replaced."""
-        for ids, old in self._replaced:
-            self.record.put(ids, old)
-        self._trained, self._replaced = [], []
+        """Let clients have the rows again that they had before the round."""
+        self.record.undo()
 
     def announce(self, news: Tree, ledger: Ledger) -> None:
         """Count what every client would be sent; all share the record's common state."""
@@ -398,8 +410,50 @@ class LocalTransport:
             for chunk in group.chunks():
                 ids = group.ids[chunk]
                 meta = {"do": do, "round": t, "capacity": group.capacity, "ids": ids, "together": group.together}
-                data = {"rows": self.record.take(ids), "own": group.own(chunk)}
-                yield Job(meta | told(ids), data, f"{do}-{group.capacity}")
+                where, rows = self._rows_of(do, ids)
+                yield Job(meta | where | told(ids), {**rows, "own": group.own(chunk)}, f"{do}-{group.capacity}")
+
+    def _rows_of(self, do: str, ids: list[int]) -> tuple[Meta, Tree]:
+        """How a chunk has its clients' rows: by their slots in a table, or they travel with the job.
+
+        Training leaves new rows in slots of their own (`to`); initial ones that are computed to be judged are left too.
+        """
+        found = self.record.in_place(ids)
+        if found is None:
+            return {}, {"rows": self.record.take(ids, self.executor.empty)}
+        number, store = found
+        slots = store.slots(ids)
+        where: Meta = {"table": number, "slots": slots}
+        if do == "train":
+            where["to"] = store.reserve(len(ids))
+        elif first := store.reserve(sum(slot < 0 for slot in slots)):
+            where["first"] = first
+        return where, {}
+
+    def _taken(self, meta: Meta, data: Tree) -> Tree:
+        """The rows of a chunk's clients; who has none yet begins, in the worker."""
+        if "slots" not in meta:
+            rows: Tree = data["rows"]
+            return rows
+        capacity, table = self._tables[meta["table"]]
+        assert table is not None
+        rows, left = table.gather(meta["slots"]), iter(meta.get("first", ()))
+        for k, (i, slot) in enumerate(zip(meta["ids"], meta["slots"])):
+            if slot < 0:
+                state = tree.map(lambda a: a[None], self.engine.begin(capacity, i))
+                tree.map(lambda row, a, k=k: row[k : k + 1].copy_(a), rows, state)
+                if (to := next(left, None)) is not None:
+                    table.scatter([to], state)
+        return rows
+
+    def _left(self, meta: Meta, rows: Tree) -> Tree:
+        """Leave new rows in their slots; what of them must travel."""
+        if "to" not in meta:
+            return {"rows": rows}
+        table = self._tables[meta["table"]][1]
+        assert table is not None
+        table.scatter(meta["to"], rows)
+        return {}
 
     def _download(self, do: str, t: int, c: int, ids: list[int]) -> tuple[Tree, dict[str, int], dict[str, int]]:
         """Ask the method for a download, pass it through the codecs, and share what is for all with the workers.
@@ -429,7 +483,7 @@ class LocalTransport:
     def _handle(self, meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
         """One chunk of clients; runs in a worker process (or in this one)."""
         capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
-        args = (capacity, t, ids, data["rows"], broadcast["shared"], data["own"], broadcast["common"])
+        args = (capacity, t, ids, self._taken(meta, data), broadcast["shared"], data["own"], broadcast["common"])
         if meta["do"] in ("evaluate", "after"):
             judge = self.engine.evaluate_together if meta["together"] else self.engine.evaluate
             return _told(judge(*args, part=self.settings.evaluate_part, way=JudgedModel(*meta["way"])))
@@ -457,12 +511,12 @@ class LocalTransport:
             measured = [defence.measure(able, tree.take(sent, k), down) for k, down in enumerate(downs)]
             facts["measured"] = [one.values for one in measured]
             if not all(one.known(meta["bounds"]) for one in measured):
-                return facts | {"held": True}, {"rows": answer.rows, "sent": sent._asdict(), "own": own}
+                return facts | {"held": True}, {**self._left(meta, answer.rows), "sent": sent._asdict(), "own": own}
             judged = defence.judge(able, names, sent, downs, measured, meta["bounds"])
             sent, facts["cut"] = judged.sent, list(judged.cut.items())
         total = partial_sum(able, sent, broadcast["shared"], capacity)
         facts["weights"] = sent.weight.tolist()
-        return facts, {"rows": answer.rows, "total": total, "each": sent.each}
+        return facts, {**self._left(meta, answer.rows), "total": total, "each": sent.each}
 
     def _arrived(self, t: int, ids: list[int], sent: Sent, shared: Tree, own: Tree) -> Sent:
         """Uploads of a chunk as they reach the server: as they were sent, unless a study lets some clients lie."""

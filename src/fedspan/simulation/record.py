@@ -33,6 +33,7 @@ from fedspan.storage.checkpoint import Loaded, RunDirectory
 from fedspan.storage.client_history import ClientHistory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.format_number import FORMAT, check_format
+from fedspan.storage.row_table import Empty, RowTable, uninitialised
 from fedspan.storage.tree_file import BLOCK_BYTES
 from fedspan.tree import Tree
 from fedspan.wire import Ledger
@@ -231,19 +232,55 @@ class Record:
         """One client's private state."""
         return self.stores[self.federation.capacities[client]].row(client)
 
-    def take(self, ids: Sequence[int]) -> Tree:
-        """The private states of some clients, stacked in that order."""
+    def take(self, ids: Sequence[int], empty: Empty = uninitialised) -> Tree:
+        """The private states of some clients, stacked in that order, in tensors that `empty` gives."""
         groups = self._grouped(ids)
         if len(groups) == 1:
-            return self.stores[next(iter(groups))].take(ids)
+            return self.stores[next(iter(groups))].take(ids, empty)
         rows: Tree = tree.stack([self.row(i) for i in ids])
         return rows
 
     def put(self, ids: Sequence[int], rows: Tree) -> None:
         """Replace their private states by the rows of a stacked tree."""
+        for store, mine, part in self._parts(ids, rows):
+            store.put(mine, part)
+
+    def stage(self, ids: Sequence[int], rows: Tree) -> None:
+        """Hold new private states until the round they come from is accepted."""
+        for store, mine, part in self._parts(ids, rows):
+            store.stage(mine, part)
+
+    def accept(self) -> None:
+        """Let the states that were staged replace those clients had."""
+        for store in self.stores.values():
+            store.accept()
+
+    def undo(self) -> None:
+        """Go back to the private states before the last round, accepted or not."""
+        for store in self.stores.values():
+            store.undo()
+
+    def settle(self) -> None:
+        """Give up the way back."""
+        for store in self.stores.values():
+            store.settle()
+
+    def _parts(self, ids: Sequence[int], rows: Tree) -> Iterator[tuple[ClientStore, list[int], Tree]]:
+        """Stacked rows by the stores they belong to."""
         for c, at in self._grouped(ids).items():
             part = rows if len(at) == len(ids) else tree.take(rows, torch.tensor(at))
-            self.stores[c].put([ids[k] for k in at], part)
+            yield self.stores[c], [ids[k] for k in at], part
+
+    def in_place(self, ids: Sequence[int]) -> tuple[int, ClientStore] | None:
+        """The store whose table has the rows of all these clients, and its number; None if they must travel."""
+        kinds = list(self.stores)
+        found = [kinds.index(c) for c in self._grouped(ids)]
+        return (found[0], self.stores[kinds[found[0]]]) if len(found) == 1 and self.tables[found[0]] else None
+
+    @property
+    def tables(self) -> list[RowTable | None]:
+        """Of every store the rows that workers can read and write in place."""
+        return [store.table for store in self.stores.values()]
 
     def _grouped(self, ids: Sequence[int]) -> dict[Capacity, list[int]]:
         """Places in `ids` by store: what clients can afford may differ where what they have now does not."""

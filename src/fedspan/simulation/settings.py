@@ -48,7 +48,7 @@ class Settings:
     """What numbers are computed in; `bf16` computes the products of training passes in 16 bits, all else in float32."""
     mapping: Literal["auto", "vmap", "folded", "loop"] = "auto"
     """Whether clients are computed together (`vmap`, or `folded` into one batch) or one after another (`loop`);
-    `auto` takes `vmap` or `loop`, as suits the model."""
+    `auto` chooses by the model alone."""
     chunk: AtLeast1 | None = None
     """Clients in one piece of work; chosen by the sizes of round and model if not given."""
     workers: AtLeast1 | None = None

@@ -25,7 +25,7 @@ from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.losses import IGNORED, kind_of_labels
 from fedspan.learn.metrics import check_metrics
-from fedspan.learn.precision import training_in
+from fedspan.learn.precision import Precision, training_in
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import Federation, Method
@@ -217,17 +217,24 @@ def _mapping(task: Task, data: FederatedData, settings: Settings, steps: float) 
     mapping = choose_mapping(task, mode, steps)
     if mapping == "loop":
         return mapping, []
+    fault = _fault(task, data, mapping, settings.precision)
+    if fault is not None and mode == "auto" and mapping == "folded":  # what cannot be folded may be mapped
+        mapping, fault = "vmap", _fault(task, data, "vmap", settings.precision)
+    if fault is None:
+        return mapping, []
+    if mode != "auto":
+        raise ConfigError(
+            f"Task: the model cannot be trained for many clients at once ({fault}); run with train.mapping='loop'."
+        )
+    return "loop", [f"Clients are computed one after another, as the model cannot be mapped over them: {fault}."]
+
+
+def _fault(task: Task, data: FederatedData, way: Way, precision: Precision) -> str | None:
+    """Why one of the models cannot be computed for many clients at once in this way; None if all can."""
     rows = _two_rows(data)
-    for member in task.kinds.values() or [task]:
-        fault = mapping_fault(member, tree.take(data.x, rows), data.y[rows], mapping, settings.precision)
-        if fault is None:
-            continue
-        if mode != "auto":
-            raise ConfigError(
-                f"Task: the model cannot be trained for many clients at once ({fault}); run with train.mapping='loop'."
-            )
-        return "loop", [f"Clients are computed one after another, as the model cannot be mapped over them: {fault}."]
-    return mapping, []
+    x, y = tree.take(data.x, rows), data.y[rows]
+    found = (mapping_fault(m, x, y, way, precision) for m in task.kinds.values() or [task])
+    return next((fault for fault in found if fault is not None), None)
 
 
 def _try(task: Task, data: FederatedData) -> None:

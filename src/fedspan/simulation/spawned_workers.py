@@ -46,6 +46,7 @@ from fedspan.simulation.workers import (
     serve,
     several,
 )
+from fedspan.storage.row_table import RowTable
 from fedspan.tree import Tree
 from fedspan.wire import framing
 from fedspan.wire.job_channel import Broadcasts, JobChannel, WorkerChannel
@@ -106,6 +107,7 @@ class SpawnedPool(Pool):
         super().__init__(handler, workers, told)
         self.patience = patience
         self._sent: bytes | None = None
+        self._tables: list[int] = []  # descriptors of tables that what is sent refers to
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Meta, Tree]]:
@@ -185,7 +187,8 @@ class SpawnedPool(Pool):
         self, number: int, door: socket.socket, body: bytes, coming: dict[bytes, subprocess.Popen[bytes]]
     ) -> None:
         """Start processes, then tell each where its parent is and what it needs."""
-        new = {secrets.token_bytes(HELLO): _process(self._descriptor) for _ in range(number)}
+        memory = [] if self._descriptor is None else [self._descriptor]
+        new = {secrets.token_bytes(HELLO): _process([*memory, *self._tables]) for _ in range(number)}
         coming |= new
         assert self._folder is not None
         where = {"port": door.getsockname()[1], "folder": self._folder.name, "memory": self._descriptor}
@@ -206,8 +209,9 @@ class SpawnedPool(Pool):
             # Windows does not remove what a dying worker still maps.
             self._folder = tempfile.TemporaryDirectory(prefix="fedspan-", ignore_cleanup_errors=True)
             stream = io.BytesIO()
+            pickler = _Pickler(stream, Path(self._folder.name))
             try:
-                _Pickler(stream, Path(self._folder.name)).dump(self.handler)
+                pickler.dump(self.handler)
             except OSError:  # the disk is full
                 self._folder.cleanup()
                 raise
@@ -217,19 +221,22 @@ class SpawnedPool(Pool):
                     "Simulator: method, model or loss cannot be sent to workers"
                     f" ({type(e).__name__}: {e}); keep open files, locks and generators out of them."
                 ) from None
-            self._sent = stream.getvalue()
+            self._sent, self._tables = stream.getvalue(), pickler.descriptors
         return self._sent
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Takes an object apart; large tensors go into files of a folder."""
+    """Takes an object apart; large tensors go into files of a folder, tables of rows are handed on by descriptor."""
 
     def __init__(self, stream: io.BytesIO, folder: Path) -> None:
         super().__init__(stream)
         self.folder, self.files = folder, 0
+        self.descriptors: list[int] = []
 
     def reducer_override(self, obj: Any) -> Any:
         """How to rebuild a large tensor: map its file."""
+        if isinstance(obj, RowTable) and obj.descriptor is not None:
+            self.descriptors.append(obj.descriptor)
         if type(obj) is not Tensor or not _worth_a_file(obj):
             return super().reducer_override(obj)
         path, self.files = self.folder / str(self.files), self.files + 1
@@ -247,13 +254,12 @@ def _mapped(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_file(path, shared=False, size=math.prod(shape), dtype=dtype).view(shape)
 
 
-def _process(descriptor: int | None) -> subprocess.Popen[bytes]:
-    """An interpreter that waits for what to do and has this descriptor too; Ctrl-C is its parent's to handle."""
+def _process(descriptors: list[int]) -> subprocess.Popen[bytes]:
+    """An interpreter that waits for what to do and has these descriptors too; Ctrl-C is its parent's to handle."""
     command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-c", _BEGIN]
     group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # how Windows keeps Ctrl-C from it
     with interrupts_held():  # which it inherits
-        handed_on = () if descriptor is None else (descriptor,)
-        return subprocess.Popen(command, stdin=subprocess.PIPE, creationflags=group, pass_fds=handed_on)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, creationflags=group, pass_fds=descriptors)
 
 
 def _welcome(

@@ -28,7 +28,7 @@ from fedspan import tree
 from fedspan.errors import ConfigError, FedspanError
 from fedspan.storage.malloc import keep_freed_memory
 from fedspan.tree import EMPTY, Tree
-from fedspan.wire.job_channel import Broadcasts, JobChannel, WorkerChannel
+from fedspan.wire.job_channel import Broadcasts, JobChannel, Letter, WorkerChannel
 from fedspan.wire.shared_memory import shared_memory
 
 Meta: TypeAlias = dict[str, Any]
@@ -199,9 +199,9 @@ class JobWindow:
         most_ahead: how many may be taken whose results have not been handed on.
     """
 
-    def __init__(self, jobs: Iterable[Job], most_open: int, most_ahead: int) -> None:
+    def __init__(self, jobs: Iterable[Letter], most_open: int, most_ahead: int) -> None:
         self._source, self._most_open, self._most_ahead = enumerate(jobs), most_open, most_ahead
-        self._open: dict[int, Job] = {}  # taken, and without a result
+        self._open: dict[int, Letter] = {}  # taken, and without a result
         self._next: deque[int] = deque()  # of those: made, or to be repeated, and with no worker
         self._deaths: Counter[int] = Counter()
         self._done: dict[int, tuple[Meta, Tree]] = {}
@@ -223,16 +223,19 @@ class JobWindow:
         self._next.append(found[0])
         return True
 
-    def take(self) -> tuple[int, Job] | None:
+    def take(self) -> tuple[int, Letter] | None:
         """The next job to be done, and its number; None where there is none now."""
         if not self._next and not self.make():
             return None
         k = self._next.popleft()
         return k, self._open[k]
 
-    def done(self, k: int, result: tuple[Meta, Tree]) -> None:
-        """Note the result of job k, which needs not be held any more."""
+    def answered(self, k: int) -> None:
+        """Note that job k is done, and needs not be held any more."""
         del self._open[k]
+
+    def done(self, k: int, result: tuple[Meta, Tree]) -> None:
+        """Note the result of job k."""
         self._done[k] = result
 
     def repeat(self, k: int) -> int:
@@ -307,7 +310,8 @@ class Pool(InProcess):
             yield from super().run(jobs)
             return
         self._fill()
-        window = JobWindow(jobs, JOBS_AHEAD * self.workers, RESULTS_AHEAD * self.workers)
+        letters = (self._broadcasts.letter({"meta": job.meta}, job.data, job.shared) for job in jobs)
+        window = JobWindow(letters, JOBS_AHEAD * self.workers, RESULTS_AHEAD * self.workers)
         try:
             with selectors.DefaultSelector() as ready:
                 for w in range(self.workers):
@@ -385,9 +389,9 @@ class Pool(InProcess):
         """Send the next job to a worker; one that is found dead is replaced, and its replacement gets the job."""
         while (found := window.take()) is not None:
             process = self._processes[worker]
-            process.job, job = found
+            process.job, letter = found
             try:
-                process.channel.give({"meta": job.meta}, job.data, job.shared)
+                process.channel.give(letter)
                 return
             except OSError:
                 self._replace(ready, worker, window)
@@ -396,14 +400,16 @@ class Pool(InProcess):
         """Receive what a worker has to say, an answer or its end, and give it something to do."""
         process = self._processes[worker]
         try:
-            head, data = process.channel.take()
+            reply = process.channel.take()
         except OSError:
             self._replace(ready, worker, window)
-        else:
-            k, process.job = process.job, None
-            assert k is not None
-            window.done(k, _result(head, data))
-        self._give(ready, worker, window)
+            self._give(ready, worker, window)
+            return
+        k, process.job = process.job, None
+        assert k is not None
+        window.answered(k)
+        self._give(ready, worker, window)  # before the answer is looked at, so that it need not wait
+        window.done(k, _result(reply.head, self._broadcasts.opened(reply)))
 
     def _replace(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
         """Start a worker in the place of a dead one; the dead one's job comes next."""

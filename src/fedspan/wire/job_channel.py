@@ -8,6 +8,8 @@ cannot be handed on, and for an answer that is larger than was expected, trees t
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,7 +39,7 @@ class Broadcasts:
 
     def __init__(self, memory: SharedMemory | None) -> None:
         self.memory = memory
-        self.answers: dict[str, int] = {}  # the largest answer to jobs that read a broadcast
+        self._answers: dict[str, int] = {}  # bytes of the largest answer to jobs that read a broadcast
         self._versions = count(1)
         self._trees: dict[str, Broadcast] = {}
         self._packed: dict[int, bytes] = {}
@@ -61,12 +63,58 @@ class Broadcasts:
             self._packed[version] = pack(data)
         return self._packed[version]
 
-    def placed(self, memory: SharedMemory, name: str) -> Told:
-        """Where it lies, written once."""
+    def letter(self, head: Head, data: Tree, shared: str = "") -> Letter:
+        """A job to be sent: what to do, its own tree, the name of the broadcast it reads."""
+        memory = self.memory
+        if memory is None:
+            return Letter({**head, "shared": shared}, pack(data), shared)
+        told, held = memory.place(data)
+        head = {**head, "data": told}
+        if shared:
+            where, more = self._place(memory, shared)
+            head["shared"], held = [shared, self.version(shared), where], [*held, *more]
+        room = None
+        if expected := self._answers.get(shared):
+            room = memory.room(expected)
+            head["room"] = memory.span(room)
+        return Letter(head, b"", shared, room, held)
+
+    def opened(self, reply: Reply) -> Tree:
+        """The tree of an answer; where there was room for it, its tensors lie there."""
+        if "data" in reply.head and reply.letter.room is not None:
+            return tree_at(reply.head["data"], [reply.letter.room])
+        if not reply.body:
+            return EMPTY
+        size, name = len(reply.body), reply.letter.shared
+        self._answers[name] = max(self._answers.get(name, 0), size + size // 8)
+        return unpack(reply.body)
+
+    def _place(self, memory: SharedMemory, name: str) -> tuple[Told, list[Tensor]]:
+        """Where a broadcast lies, and what holds it; written once."""
         version, data = self._trees[name]
         if version not in self._placed:
             self._placed[version] = memory.place(data)
-        return self._placed[version][0]
+        return self._placed[version]
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A job, ready to be sent to any worker, as often as need be; holds what the worker is going to read."""
+
+    head: Head
+    body: bytes = b""
+    shared: str = ""
+    room: Tensor | None = None
+    held: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A worker's answer, with the letter that asked for it."""
+
+    head: Head
+    body: bytearray
+    letter: Letter
 
 
 class WorkerChannel:
@@ -75,52 +123,29 @@ class WorkerChannel:
     def __init__(self, sock: socket.socket, broadcasts: Broadcasts) -> None:
         self.sock, self._broadcasts = sock, broadcasts
         self._versions: dict[str, int] = {}  # of the broadcasts that were sent as bytes
-        self._shared = ""
-        self._room: Tensor | None = None
-        self._held: list[Tensor] = []  # what the worker reads now
+        self._letter = Letter({})
 
-    def give(self, head: Head, data: Tree, shared: str) -> None:
-        """Send a job and the broadcast it needs.
+    def give(self, letter: Letter) -> None:
+        """Send a job and, where it is not in shared memory, the broadcast it needs.
 
         Raises:
             OSError: if the worker has gone.
         """
-        self._shared = shared
-        memory = self._broadcasts.memory
-        if memory is None:
-            self._give_bytes(head, data, shared)
-            return
-        told, self._held = memory.place(data)
-        head = {**head, "data": told}
-        if shared:
-            head["shared"] = [shared, self._broadcasts.version(shared), self._broadcasts.placed(memory, shared)]
-        self._room = None
-        if expected := self._broadcasts.answers.get(shared):
-            self._room = memory.room(expected)
-            head["room"] = memory.span(self._room)
-        framing.send(self.sock, head)
+        self._letter, name = letter, letter.shared
+        if self._broadcasts.memory is None and name and self._versions.get(name) != self._broadcasts.version(name):
+            framing.send(self.sock, {"broadcast": name}, self._broadcasts.packed(name))
+            self._versions[name] = self._broadcasts.version(name)
+        framing.send(self.sock, letter.head, letter.body)
 
-    def _give_bytes(self, head: Head, data: Tree, shared: str) -> None:
-        if shared and self._versions.get(shared) != self._broadcasts.version(shared):
-            framing.send(self.sock, {"broadcast": shared}, self._broadcasts.packed(shared))
-            self._versions[shared] = self._broadcasts.version(shared)
-        framing.send(self.sock, {**head, "shared": [shared]} if shared else head, pack(data))
-
-    def take(self) -> tuple[Head, Tree]:
-        """The worker's answer, its tensors in the block that was left for them.
+    def take(self) -> Reply:
+        """The worker's answer.
 
         Raises:
             OSError: if the worker has gone.
         """
         head, body = framing.receive(self.sock)
-        room, self._room, self._held = self._room, None, []
-        if "data" in head and room is not None:
-            return head, tree_at(head["data"], [room])
-        found = unpack(body) if body else EMPTY
-        if body and self._broadcasts.memory is not None:
-            expected = self._broadcasts.answers
-            expected[self._shared] = max(expected.get(self._shared, 0), len(body) + len(body) // 8)
-        return head, found
+        letter, self._letter = self._letter, Letter({})
+        return Reply(head, body, letter)
 
 
 class JobChannel:
@@ -149,7 +174,7 @@ class JobChannel:
             self._broadcasts[head["broadcast"]] = Broadcast(0, unpack(body))
         self._room = Span(*head["room"]) if "room" in head else None
         if self._visitor is None:
-            return head, unpack(body), self._broadcasts[head["shared"][0]].data if "shared" in head else EMPTY
+            return head, unpack(body), self._broadcasts[head["shared"]].data if head["shared"] else EMPTY
         return head, self._visitor.read(head["data"]), self._read_broadcast(self._visitor, head.get("shared"))
 
     def _read_broadcast(self, visitor: Visitor, shared: list[Any] | None) -> Tree:

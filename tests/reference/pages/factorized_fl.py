@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
 from plain import (
     LAYERS,
     Batch,
@@ -19,8 +22,6 @@ from plain import (
     weigh,
     within,
 )
-from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 SECTION = "eq. (1), (2), (4) to (6); matching floor and newcomers from a description of the authors' code"
 
@@ -89,7 +90,10 @@ def _matched(p: Problem, f: Fields, kinds: tuple[str, ...]) -> Found:
 
 
 @reference(
-    "factorized-fl-alpha", SECTION, {}, {"tau": 0.9995, "m_min": 2, "epsilon": 5.0, "lam": 0.02, "mu_start": "dense"}
+    "factorized-fl-alpha",
+    SECTION,
+    {"mu_start": "zeros"},
+    {"tau": 0.9995, "m_min": 2, "epsilon": 5.0, "lam": 0.02, "mu_start": "dense"},
 )
 def alpha(p: Problem, f: Fields) -> Found:
     return _matched(p, f, (".u", ".bias"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from plain import (
     NAMES,
     Batch,
@@ -22,7 +24,6 @@ from plain import (
     under,
     weigh,
 )
-from torch import Tensor
 
 
 @reference("ditto", "description: F_k(v) + λ/2 ‖v − w^t‖² beside FedAvg", {}, {"lam": 0.4, "personal_epochs": 3})
@@ -133,7 +134,7 @@ def l2gd(p: Problem, f: Fields) -> Found:
     "per-fedavg",
     "description and an older plain script: first-order, Hessian-free and exact meta-gradients on D, D', D''",
     {},
-    {"variant": "hessian-free", "lr_inner": 0.03, "delta": 1e-3},
+    {"variant": "hessian-free", "lr_inner": 0.03, "delta": 1e-3, "adapt": 1, "adapt_unit": "step"},
     {"variant": "exact", "lr_inner": 0.03, "adapt": 2, "adapt_unit": "epoch"},
 )
 def per_fedavg(p: Problem, f: Fields) -> Found:
@@ -171,7 +172,7 @@ def per_fedavg(p: Problem, f: Fields) -> Found:
 @reference(
     "fedala",
     "description: element-wise blend A of local and global model, learnt before training",
-    {},
+    {"lr_a": 1.0},
     {"top": 4, "lr_a": 0.3, "threshold": 1e-3},
 )
 def fedala(p: Problem, f: Fields) -> Found:

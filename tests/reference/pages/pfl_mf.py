@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
 from plain import (
     HEAD,
     NAMES,
@@ -24,8 +27,6 @@ from plain import (
     weigh,
     within,
 )
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 
 def _unravel(p: Problem, theta: Tensor, names: tuple[str, ...]) -> Weights:
@@ -80,7 +81,7 @@ def pfl_mf_paper(p: Problem, f: Fields) -> Found:
 @reference(
     "pfl-mf-joint",
     "description of the published code: FedPer's loop on (U, v), v averaged with U",
-    {"rank": 3, "start": "published"},
+    {"rank": 3, "start": "published", "lr": 0.1},
     {"rank": 2, "start": "published", "lr": 0.02},
     {"rank": 3},
 )

@@ -160,9 +160,8 @@ def _table_part(table: Table, limit: int, shape: Shape | None, columns: Mapping[
 def _values(column: Any) -> Array:
     """A column as an array; whole numbers by their memory, as pyarrow's own way imports pandas for half a second."""
     kind = str(column.type)
-    if column.null_count == 0 and kind.startswith(("int", "uint")) and hasattr(column, "buffers"):
-        held = np.frombuffer(column.buffers()[1] or b"", kind)
-        return held[column.offset : column.offset + len(column)]
+    if len(column) and column.null_count == 0 and kind.startswith(("int", "uint")) and hasattr(column, "buffers"):
+        return np.frombuffer(column.buffers()[1], kind)[column.offset : column.offset + len(column)]
     return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
@@ -237,8 +236,7 @@ def _from_cache(path: Path, rows: int, limit: int) -> Array | None:
         kept: Array = np.load(path, mmap_mode="r", allow_pickle=False)
         if kept.dtype != np.uint8 or kept.ndim != 4 or len(kept) != rows or kept.nbytes > limit:
             return None
-        whole: Array = np.load(path, allow_pickle=False)  # read in one go: touching mapped pages one by one is slower
-        return whole
+        return kept  # as pages of the file, which is only ever replaced as a whole: nothing is copied
     except (OSError, ValueError, EOFError):  # not there, or damaged: decode again
         return None
 

@@ -84,7 +84,7 @@ def assemble(
     n_train = len(train.x)
     both = [train] if test is None else [train, test]
     join([replace(p, x=p.x[:0], y=p.y[:0], coarse=None, client=None, domain=None) for p in both])  # same shape and type
-    x = np.concatenate([p.x for p in both])
+    x = [p.x for p in both]
     y = np.concatenate([p.y.astype(np.int64) for p in both])
     if len(y) == 0:
         raise DataError(f"{train.where}: there must be at least one example. Got none.")
@@ -99,10 +99,11 @@ def assemble(
     rows = np.arange(len(y), dtype=np.int64)
     if limit is not None and limit < len(y):
         rows = balanced(y, n_train, limit, seed)
-    mean, std = _constants(name, x, known)
+        x = [np.concatenate(x)[rows]]
+    mean, std = _constants(name, x[0], known)
     return Source(
         name=name,
-        x=_normalise(train.where, x if len(rows) == len(y) else x[rows], mean, std, size),
+        x=_normalise(train.where, x, mean, std, size),
         y=torch.from_numpy(y[rows]),
         classes=count,
         test_rows=np.flatnonzero(rows >= n_train),
@@ -170,24 +171,27 @@ def _constants(name: str, x: Array, known: Known | None) -> tuple[tuple[float, .
     return ((0.5,), (0.5,)) if x.dtype == np.uint8 else ((0.0,), (1.0,))
 
 
-def _normalise(where: str, x: Array, mean: tuple[float, ...], std: tuple[float, ...], size: int | None) -> Tensor:
-    """Float32 inputs, in slices so that the largest copy is the result itself."""
-    shape = x.shape[1:]
+def _normalise(
+    where: str, parts: list[Array], mean: tuple[float, ...], std: tuple[float, ...], size: int | None
+) -> Tensor:
+    """Float32 inputs of all parts; slices are changed where they lie, as touching fresh memory costs the most."""
+    shape = parts[0].shape[1:]
     if size is not None:
         if len(shape) != 3 or size > min(shape[1:]):
             raise ConfigError(
                 f"Data: size can only shrink pictures. Got size={size} for inputs of shape {tuple(shape)}."
             )
         shape = (shape[0], size, size)
-    out = torch.empty(len(x), *shape)
-    pixels = x.dtype == np.uint8
+    out = torch.empty(sum(map(len, parts)), *shape)
+    pixels = parts[0].dtype == np.uint8
     per_channel = (1, -1, *([1] * (len(shape) - 1))) if len(mean) > 1 else (1,)
     shift, scale = torch.tensor(mean).reshape(per_channel), torch.tensor(std).reshape(per_channel)
-    for start in range(0, len(x), 1024):
-        piece = out[start : start + 1024]
+    end = 0
+    for given in (x[at : at + 1024] for x in parts for at in range(0, len(x), 1024)):
+        start, end = end, end + len(given)
+        piece = out[start:end]
+        whole = piece if size is None else torch.empty(given.shape)
         with np.errstate(over="ignore"):  # too large for float32 becomes infinite and is refused below
-            given = x[start : start + 1024]
-            whole = piece if size is None else torch.empty(given.shape)
             np.copyto(whole.numpy(), given, casting="unsafe")
         if not pixels:
             bad = (~torch.isfinite(whole.flatten(1)).all(1)).nonzero()

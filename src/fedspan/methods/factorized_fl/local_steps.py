@@ -46,11 +46,11 @@ class LocalSteps:
         """Train `params`: what they become, and what the client keeps besides."""
         if not self.keep_momentum:
             return optimizer.fit(loss, params, stream, lr, prox), {}
-        rule = {"momentum": optimizer.momentum, "weight_decay": optimizer.weight_decay}
+        momentum, decay = optimizer.momentum, optimizer.weight_decay
         start: tuple[Params, Params] = (params, client["velocity"])
 
         def train(rate: float) -> tuple[Params, Params]:
-            return sgd_from(loss, *start, stream, rate, **rule, prox=prox)
+            return sgd_from(loss, *start, stream, rate, momentum=momentum, weight_decay=decay, prox=prox)
 
         params, velocity = optimizer.guarded(train, start, lambda both, batch: loss(both[0], batch), stream, lr)
         return params, {"velocity": velocity}

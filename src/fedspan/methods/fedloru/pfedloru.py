@@ -42,8 +42,8 @@ class PFedLoRU(FedLoRU, Ranked):
     """The clients' ranks of A and B, and their inner factors, where they differ."""
     own_ranks: Annotated[tuple[AtLeast1, ...], MinLen(1)] = (2,)
     """The ranks of L and U, which clients take in turn."""
-    alpha_own: NonNegative = 1.0
-    """α_p, what L U is multiplied by."""
+    alpha_own: NonNegative = 0.1
+    """α_p, what L U is multiplied by; with 1 steps on U are as many times longer as L has rows per column."""
     personal_epochs: Count = 1
     """Passes over a client's data on L and U in a round."""
     global_epochs: Count | None = None

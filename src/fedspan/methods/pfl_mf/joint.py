@@ -28,7 +28,7 @@ from fedspan.method import (
     Visit,
     norm_of_state,
 )
-from fedspan.method.fields import AtLeast1
+from fedspan.method.fields import AtLeast1, NonNegative
 from fedspan.methods.pfl_mf.coefficients import InSubspace
 from fedspan.methods.pfl_mf.gauge import common_v, dtype_of, need_rank, need_sgd, standard_columns
 from fedspan.randomness import key, normal, uniform
@@ -53,6 +53,8 @@ class PflMfJoint(Averaging, InSubspace, Adapts, Cautions):
         discloses=Discloses(labels="set", model="whole", private=("v",), examples=True, resembles=True),
     )
 
+    lr: NonNegative = 0.05
+    """The learning rate of U and v."""
     schedule: Schedule = Schedule()
     """How the learning rate falls over the rounds."""
     rank: AtLeast1 = 10

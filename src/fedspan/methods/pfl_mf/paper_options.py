@@ -114,7 +114,7 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
         if self.trains_theta:
             step, stats = self._train(f, at, U, stats, visit)
         else:
-            step = self._gradient_step(f, at, U, visit)
+            step = self.rates(visit)[0] * mean_gradient(f, at @ U.T, visit["U"])
         sent: Tree = {"G": Outer(step, at)}  # η G_i = η ∇f_i(U v_i) v_iᵀ, eq. (7)
         if self.wire == "full":
             sent = {"G": torch.outer(step, at), "C": subspace.triangle(torch.outer(at, at))}
@@ -123,15 +123,8 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
     def guarded_v(self, f: Callable[..., Tensor], U: Tensor, v: Tensor, visit: Visit) -> Tensor:
         """Return v after its steps, which the safeguard may shorten."""
         train = lambda rate: self.train_v(f, U, v, visit, rate)
-        return self.optimizer.guarded(train, v, lambda q, b: f(q @ U.T, b), visit["v"], self.rates(visit)[1])
-
-    def _gradient_step(self, f: Callable[..., Tensor], v: Tensor, U: Tensor, visit: Visit) -> Tensor:
-        """Return η ∇f_i(U v); the safeguard asks what U − η G_i would do to the client's own model."""
-        base, far = v @ U.T, v.square().sum()
-        g = mean_gradient(f, base, visit["U"])
-        own = lambda step, batch: f(base - far * step, batch)  # (U − η g vᵀ) v = U v − η ‖v‖² g
-        eta = self.rates(visit)[0]
-        return self.optimizer.guarded(lambda rate: rate * g, torch.zeros_like(g), own, visit["U"], eta)
+        eta_v = self.rates(visit)[1]
+        return self.optimizer.guarded(train, v, lambda q, b: f(q @ U.T, b), visit["v"], eta_v, alone=True)
 
     def _train(
         self, f: Callable[..., Tensor], v: Tensor, U: Tensor, stats: Params, visit: Visit

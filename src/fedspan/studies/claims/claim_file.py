@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, Literal
 
 from fedspan.errors import ConfigError, nearest, safe_name
@@ -260,10 +261,17 @@ def catalogue() -> tuple[Claim, ...]:
 def _read() -> Iterator[Claim]:
     root = resources.files("fedspan.studies.claims").joinpath("catalogue")
     for paper in papers():
-        folder = root.joinpath(paper)
-        files = [f for f in folder.iterdir() if f.name.endswith(".toml")] if folder.is_dir() else []
-        for file in sorted(files, key=lambda f: f.name):
+        for file in sorted(_files(root.joinpath(paper)), key=lambda f: f.name):
             yield parse_claim(file.read_bytes(), paper, file.name.removesuffix(".toml"))
+
+
+def _files(folder: Traversable) -> Iterator[Traversable]:
+    """The claims of a folder and of those inside it."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.is_dir():
+            yield from _files(entry)
+        elif entry.name.endswith(".toml"):
+            yield entry
 
 
 def find_claim(name: str, among: Sequence[Claim] | None = None) -> Claim:

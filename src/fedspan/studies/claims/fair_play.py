@@ -12,6 +12,7 @@ from fedspan.data.partitions.kinds import knows_groups
 from fedspan.errors import ConfigError
 from fedspan.method.fields import keys_of
 from fedspan.methods import find_method
+from fedspan.methods.as_written import as_written
 from fedspan.studies.claims.claim_file import Claim, ClaimRow
 from fedspan.studies.papers.experiment_file import copied, put
 
@@ -26,6 +27,8 @@ GROUPED = ("oracle", "ifca", "cfl")
 WORK = {
     "ditto": "personal_epochs",
     "fedalt": "v_epochs",
+    "fedavg-ft": "finetune_epochs",
+    "fedavg-head": "finetune_epochs",
     "fedrep": "head_epochs",
     "pfedlora1": "personal_epochs",
     "pfedloru": "personal_epochs",
@@ -67,12 +70,12 @@ def _epochs(values: Mapping[str, Any]) -> int:
 
 
 def usual_fields(method: str, epochs: int) -> dict[str, Any]:
-    """What a row is given where it says nothing: the run's epochs for each part of its work, schedules that fit."""
-    made: dict[str, Any] = {}
+    """What a row is given where it says nothing: its paper's options, the run's epochs, schedules that fit."""
+    made = as_written(method)
     if method in WORK:
         made[WORK[method]] = epochs
     if method in SCHEDULES:
-        published = keys_of(find_method(method))[SCHEDULES[method]].default
+        published = made.get(SCHEDULES[method], keys_of(find_method(method))[SCHEDULES[method]].default)
         made[SCHEDULES[method]] = f"{published}%"
     return made
 

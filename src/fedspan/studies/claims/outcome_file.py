@@ -140,6 +140,14 @@ def stored_outcomes(claims: tuple[Claim, ...], folder: Path | None = None) -> St
     return found
 
 
+def sound_outcomes(claims: tuple[Claim, ...], folder: Path | None = None) -> Stored:
+    """The outcomes that are as they were written, of the claims as they are; the others are damaged."""
+    found = stored_outcomes(claims, folder)
+    wrong = {c.name: "; ".join(faults(c, found.outcomes[c.name])) for c in claims if c.name in found.outcomes}
+    damaged = found.damaged | {name: f"its outcome is not used: {said}" for name, said in wrong.items() if said}
+    return Stored(outcomes={n: o for n, o in found.outcomes.items() if n not in damaged}, damaged=damaged)
+
+
 def faults(claim: Claim, outcome: ClaimOutcome) -> list[str]:
     """What is wrong with a stored outcome: its hash, its claim, its verdict; nothing if all is as it was written."""
     out = []

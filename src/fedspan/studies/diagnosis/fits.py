@@ -65,9 +65,9 @@ def _per_client(z: Floats, target: Floats, rows: Sequence[NDArray[np.intp]], rid
 def _targets(of: Sample) -> Floats | None:
     """One column per label, or the standardised targets; centred, so that zero is what is said without a model."""
     if of.y is not None:
-        held: Floats = (of.y[:, None] == np.unique(of.y)[None]).astype(np.float64)
-        centred: Floats = held - held.mean(0)
-        return centred
+        made: Floats = (of.y[:, None] == np.unique(of.y)[None]).astype(np.float64)
+        made -= made.mean(0)
+        return made
     if of.target is None:
         return None
     spread = float(of.target.std())
