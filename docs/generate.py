@@ -769,7 +769,7 @@ def diagnose_page() -> str:
         best row (of errors: {100 * NEAR:g} % of the best).
 
         Every row chooses its learning rate among {", ".join(f"{lr:g}" for lr in stored["rates"])} by the validation
-        parts of seed 0. The advice was made on development seeds 1 to 3 of the first eight; of the natural federations,
+        parts of seed 0. The advice was made on development seeds 0 to 4 of the first eight; of the natural federations,
         whose rows are those of [Natural federations](natural-federations.md) at the same seeds, the figures were known
         when it was made. `python experiments/diagnose/score.py` repeats it and writes `docs/diagnose/score.json`.
         """
@@ -801,9 +801,11 @@ def diagnose_page() -> str:
     rows = dict.fromkeys(m for c in cases for m in c.rows)
     means = {c.name: c.means() for c in cases}
     each = [(f"`{m}`", *(_scored(c, means[c.name].get(m)) if m in c.rows else "" for c in cases)) for m in rows]
+    left = stored["not_run"]
     return page(
         "How good the advice is",
         prose(textwrap.dedent(intro)),
+        [f"Not run yet, about a minute of one core each: {', '.join(left)}."] if left else [],
         ["## First advice and best row", "", *table(titles, told)],
         ["## The common set", "", *table(("row", *(c.name for c in cases)), each)],
     )

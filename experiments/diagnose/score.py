@@ -43,7 +43,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "apfl": {},
     "ifca": {},
     "pfl-mf": {},
-    "pfedloru": {},
     "fedara": {},
 }
 """The common set: methods with their own defaults, but for HEADS."""
@@ -204,7 +203,8 @@ def main() -> None:
 
     def save() -> None:
         order = [done[c.name] for c in CASES if c.name in done]
-        told = {"seeds": [first, last], "rates": list(RATES), "cases": order, "runs": kept["runs"]}
+        left = [c.name for c in CASES if c.name not in done]
+        told = {"seeds": [first, last], "rates": list(RATES), "cases": order, "not_run": left, "runs": kept["runs"]}
         write_atomic(chosen.out, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
     for case in CASES:

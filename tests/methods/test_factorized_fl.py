@@ -228,8 +228,8 @@ def test_with_mu_at_w_minus_uv_it_starts_as_the_dense_network_and_has_its_gradie
 @MAPPING
 @pytest.mark.parametrize(("cls", "kind"), [(FactorizedFL, "cnn"), (FactorizedFLBeta, "mlp")])
 def test_an_endless_penalty_takes_mu_out_of_the_model(cls: Any, kind: str, mapping: str) -> None:
-    a = run(method_of(cls, lam=1e9, **STEPS), kind, mapping=mapping)
-    x, y = models(a), models(run(method_of(cls, mu=False, **STEPS), kind, mapping=mapping))
+    a = run(method_of(cls, lam=1e9, mu_start="zeros", safeguard=False, **STEPS), kind, mapping=mapping)
+    x, y = models(a), models(run(method_of(cls, mu=False, safeguard=False, **STEPS), kind, mapping=mapping))
     for i in x:
         assert not any(p.count_nonzero() for k, p in x[i].items() if k.endswith(".mu"))
         assert_close({k: p for k, p in x[i].items() if not k.endswith(".mu")}, y[i])
@@ -462,7 +462,7 @@ def test_all_clients_start_from_the_same_factors() -> None:
 
 
 def test_averages_have_the_union_of_the_supports() -> None:
-    sim = run(method_of(FactorizedFLBeta, lam=0.03, lr=0.1, **ALL), "cnn", rounds=1)
+    sim = run(method_of(FactorizedFLBeta, lam=0.03, mu_start="zeros", lr=0.1, **ALL), "cnn", rounds=1)
     down = sim.method.download(sim.record.server, torch.arange(7), None, 2).own["mu"]
     for k, sent in sim.record.server["mu"].items():
         union = (sent != 0).any(0)
@@ -471,7 +471,7 @@ def test_averages_have_the_union_of_the_supports() -> None:
 
 
 def test_what_is_counted_of_mu_is_what_is_not_zero() -> None:
-    method = method_of(FactorizedFLBeta, lam=0.3, lr=0.1)
+    method = method_of(FactorizedFLBeta, lam=0.3, mu_start="zeros", lr=0.1)
     one, two = run(method, "cnn", rounds=1), run(method, "cnn", rounds=2)
     sent = one.record.server["mu"]
 
@@ -495,10 +495,10 @@ def test_what_is_counted_of_mu_is_what_is_not_zero() -> None:
 
 
 def test_a_thinned_download_is_sparse() -> None:
-    plain = run(method_of(FactorizedFLBeta, lam=0.01, lr=0.1, **ALL), "cnn", rounds=1)
+    plain = run(method_of(FactorizedFLBeta, lam=0.01, mu_start="zeros", lr=0.1, **ALL), "cnn", rounds=1)
     whole = plain.method.download(plain.record.server, torch.arange(7), None, 2).own
     for fields in ({"down_threshold": 0.01}, {"down_share": 0.25}):
-        method = method_of(FactorizedFLBeta, lam=0.01, lr=0.1, **ALL, **fields)  # type: ignore[arg-type]
+        method = method_of(FactorizedFLBeta, lam=0.01, mu_start="zeros", lr=0.1, **ALL, **fields)  # type: ignore[arg-type]
         cut = method.download(plain.record.server, torch.arange(7), None, 2).own
         assert_same({k: cut[k] for k in ("u", "v", "b")}, {k: whole[k] for k in ("u", "v", "b")})
         for k, p in cut["mu"].items():

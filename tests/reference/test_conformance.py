@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from harness import TOLERANCE, differences
+
 from plain import PAGES
 
 CASES = [(name, k) for name, page in PAGES.items() for k in range(len(page.cases))]
@@ -21,8 +22,8 @@ def test_method_equals_its_page(name: str, case: int) -> None:
 # A page that would agree with anything shows nothing: it must see another value of a field, in one of them at least.
 FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("fedprox", {"mu": 0.7}, {"mu": 0.69}),
-    ("pfl-mf-paper", {"rank": 3, "v_scale": "1"}, {"v_scale": "1/n"}),
-    ("pfl-mf", {"rank": 3}, {"ridge": 0.02}),
+    ("pfl-mf-paper", {"rank": 3, "v_scale": "1", "u_update": "gradient"}, {"v_scale": "1/n"}),
+    ("pfl-mf", {"rank": 3, "lr": 0.1}, {"ridge": 0.02}),
     ("factorized-fl-alpha", {"m_min": 1, "tau": 0.9985}, {"tau": -1.0}),
     ("fedloru", {"rank": 3, "tau": 2}, {"tau": 3}),
     ("fedara", {"ratio": [1.0, 0.5], "lam": 3.0}, {"lam": 0.0}),

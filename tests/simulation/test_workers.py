@@ -268,7 +268,8 @@ def test_rows_in_place_and_rows_that_travel_give_the_same_bits_for_any_number_of
 
     def digest(workers: int, travels: bool) -> str:
         net = nn.Linear(6, 3)
-        nn.init.constant_(net.weight, 0.1)
+        for p in net.parameters():
+            nn.init.constant_(p, 0.1)
         how: dict[str, Any] = {"batch_size": 8, "chunk": 2, "mapping": "loop", "participation": 0.6, "seed": 0}
         data = FederatedData.from_arrays(clients)
         result = simulate(Ditto(), net, data, rounds=3, workers=workers, **how)

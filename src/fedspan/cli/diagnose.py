@@ -48,14 +48,7 @@ def diagnose(exp: Experiment, overrides: Overrides = None, as_json: Json = False
     rows = [(m, ", ".join(f"{k} = {v}" for k, v in found.settings(m).items()), why) for m, why in found.advice()]
     show(table(["try", "with", "because"], rows))
     say(f"Directions in which clients differ, for the rank of a subspace of models: {found.rank}.")
-    say(f"Next: {compare_command(str(exp), found)}")
-
-
-def compare_command(exp: str, found: Diagnosis) -> str:
-    """The command that compares what is advised, with what is proposed to set, beside training alone."""
-    names = list(dict.fromkeys(["local", *found.methods]))
-    fields = [f"methods.{m}.{k}={v}" for m in found.methods for k, v in found.settings(m).items()]
-    return " ".join(["fedspan compare", exp, "--methods", ",".join(names), *fields])
+    say(f"Next: fedspan compare {exp} {found.comparison()}")
 
 
 def cautions(config: RunConfig, task: Task, data: FederatedData) -> list[str]:

@@ -249,9 +249,8 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: RowLayout) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.steps, ctx.layout, ctx.bf16, per = {}, layout, is_autocast(x), len(x) // layout.rows
-        dtype = torch.bfloat16 if ctx.bf16 else x.dtype
-        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
-        assert x is not None and weight is not None
+        if ctx.bf16:
+            x, weight, bias = x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()
         out = x.new_empty(len(x), weight.shape[1])
         for s in layout.segments:
             affine(s.of(x, per), weight[s.whose], None if bias is None else bias[s.whose], s.of(out, per))

@@ -85,7 +85,7 @@ def apfl(p: Problem, f: Fields) -> Found:
     "pfedme",
     "description: K inner steps per minibatch, w_i ← w_i − ηλ(w_i − θ), server's β",
     {},
-    {"lam": 3.0, "beta": 0.6, "inner_steps": 2},
+    {"lam": 3.0, "lr": 0.05, "beta": 0.6, "inner_steps": 2},
     seen="where θ starts in a round",
 )
 def pfedme(p: Problem, f: Fields) -> Found:

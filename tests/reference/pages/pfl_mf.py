@@ -37,6 +37,8 @@ def _unravel(p: Problem, theta: Tensor, names: tuple[str, ...]) -> Weights:
 
 AS_PRINTED = {"u_update": "gradient", "start": "random", "v_scale": "1/n", "lr": 0.1, "safeguard": False}
 
+UNGUARDED = {"lr": 0.1, "safeguard": False, "v_safeguard": False}
+
 
 @reference(
     "pfl-mf-paper",
@@ -103,10 +105,18 @@ def pfl_mf_joint(p: Problem, f: Fields) -> Found:
 @reference(
     "pfl-mf",
     "this library's own form, from its specification and an older plain script",
-    {"rank": 3},
-    {"rank": 3, "max_step": 0.02},
-    {"rank": 3, "v_method": "solve", "max_step": None, "lr": 0.3},
-    {"rank": 2, "server_step": "plain", "v_prior": 0.0, "v_steps": 10, "refresh": False, "start": "random"},
+    {**UNGUARDED, "rank": 3},
+    {**UNGUARDED, "rank": 3, "max_step": 0.02},
+    {**UNGUARDED, "rank": 3, "v_method": "solve", "max_step": None, "lr": 0.3},
+    {
+        **UNGUARDED,
+        "rank": 2,
+        "server_step": "plain",
+        "v_prior": 0.0,
+        "v_steps": 10,
+        "refresh": False,
+        "start": "random",
+    },
 )
 def pfl_mf(p: Problem, f: Fields) -> Found:
     big_u, theta, v = p.server["U"], within(p.server, "theta"), [c["v"] for c in p.clients]

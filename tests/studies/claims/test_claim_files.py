@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from fedspan.cli.checks import known_checks
@@ -110,3 +112,29 @@ def test_the_digest_is_of_what_decides() -> None:
     assert made(("[[tests]]", '[setting]\npaper = "words"\n[[tests]]')).digest == made().digest
     assert made(("above = 0.0", "above = 1.0")).digest != made().digest
     assert made(("a beats b", "a beats all")).digest != made().digest
+
+
+def test_claims_of_one_table_share_their_runs() -> None:
+    together = [c for c in CLAIMS if c.runs == "setup3"]
+    assert len(together) >= 4 and {c.folder for c in together} == {"pfl-mf-setup3"}
+    alone = made()
+    shared = made(('place = "Table 1"', 'place = "Table 1"\nruns = "table"'))
+    assert (alone.folder, shared.folder) == ("paper-made-up", "paper-table") and alone.digest == shared.digest
+    with pytest.raises(ConfigError, match="runs"):
+        made(('place = "Table 1"', 'place = "Table 1"\nruns = "../x"'))
+    # What two of them have in common is one run: the same row with the same name and experiment.
+    rows = [{r.name: (r, config_of(c, r, {"lr": 0.1}, 200)) for r in all_rows(c)} for c in together]
+    for first, second in itertools.pairwise(rows):
+        for name in first.keys() & second.keys():
+            assert first[name][1].identity() == second[name][1].identity()
+
+
+def test_setup_3_has_both_starts_and_both_readings_of_the_v_step_at_every_rank() -> None:
+    found = {
+        (r.fields["start"], r.fields["v_scale"], r.fields["rank"])
+        for c in CLAIMS
+        if c.runs == "setup3"
+        for r in c.rows
+        if r.method == "pfl-mf-paper" and r.published == {"lr": 0.1} and r.fields["u_update"] == "gradient"
+    }
+    assert found == set(itertools.product(("common", "random"), ("1", "1/n"), (1, 5, 10, 15)))

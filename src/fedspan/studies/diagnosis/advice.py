@@ -115,6 +115,12 @@ class Diagnosis:
             return {"finetune_epochs": PASSES}
         return {"rank": self.rank} if method == "pfl-mf" else {}
 
+    def comparison(self) -> str:
+        """The options of a comparison of what is advised, with what is proposed to set, beside training alone."""
+        names = ",".join(dict.fromkeys(["local", *self.methods]))
+        fields = [f"methods.{m}.{k}={v}" for m in self.methods for k, v in self.settings(m).items()]
+        return " ".join([f"--methods {names}", *fields])
+
     def advice(self) -> list[tuple[str, str]]:
         """(method, why), the first recommendation first."""
         return [(m, _WHY[m]) for m in self.methods]

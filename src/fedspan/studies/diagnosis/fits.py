@@ -70,8 +70,9 @@ def _targets(of: Sample) -> Floats | None:
         return made
     if of.target is None:
         return None
-    spread = of.target.std()
-    return (of.target - of.target.mean())[:, None] / spread if spread > 0 else None
+    spread = float(of.target.std())
+    scaled: Floats = (of.target - of.target.mean())[:, None] / (spread or 1.0)
+    return scaled if spread > 0 else None
 
 
 @dataclass(frozen=True)
