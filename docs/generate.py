@@ -770,8 +770,8 @@ def diagnose_page() -> str:
 
         Every row chooses its learning rate among {", ".join(f"{lr:g}" for lr in stored["rates"])} by the validation
         parts of seed 0. The advice was made on development seeds 0 to 4 of the first eight; of the natural federations,
-        whose rows are those of [Natural federations](natural-federations.md) at the same seeds, the figures were known
-        when it was made. `python experiments/diagnose/score.py` repeats it and writes `docs/diagnose/score.json`.
+        whose rows are those of [Natural federations](natural-federations.md) at the same seeds and with the settings of
+        their files, the figures were known when it was made. `python experiments/diagnose/score.py` repeats it and writes `docs/diagnose/score.json`.
         """
     told = [
         (
