@@ -178,8 +178,8 @@ def test_optimisers_and_gradients(how: str, kind: str, layout: str) -> None:
 @pytest.mark.parametrize("part", ["client", "_slots", "_row_of"])
 def test_rows_of_other_clients_are_caught(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folded, "_CALL", 0)
-    right = getattr(folded.RowLayout, part).func
-    monkeypatch.setattr(folded.RowLayout, part, property(lambda layout: right(layout).roll(1)))
+    right = getattr(folded.PackedClients, part).func
+    monkeypatch.setattr(folded.PackedClients, part, property(lambda layout: right(layout).roll(1)))
     with pytest.raises(AssertionError):
         assert_close(*both_ways("normed" if part == "client" else "scaled", lambda t, p, b: sgd(t.loss, p, b, 0.2)))
 
@@ -192,7 +192,7 @@ def test_a_pull_on_clients_without_examples_is_caught(monkeypatch: pytest.Monkey
 
 
 def test_segments_are_runs_of_equal_counts() -> None:
-    found = folded.RowLayout([4, 4, 0, 4, 2, 2, 0], 4, packed=True).segments
+    found = folded.PackedClients([4, 4, 0, 4, 2, 2, 0], 4, packed=True).segments
     assert [tuple(s) for s in found] == [(0, 2, 0, 4), (3, 1, 8, 4), (4, 2, 12, 2)]
 
 

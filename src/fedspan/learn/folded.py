@@ -98,7 +98,7 @@ class ClientRun(NamedTuple):
         return part if self.clients == 1 else part.view(self.clients, self.rows * per, *t.shape[1:])
 
 
-class RowLayout:
+class PackedClients:
     """How the examples of all clients lie in one batch: client after client, as many rows for each as `counts` says."""
 
     def __init__(self, counts: Sequence[int], width: int, packed: bool) -> None:
@@ -166,7 +166,7 @@ class FoldedRows:
         self.x, self.y, self.counts = x, y, counts
         self.width = x.shape[0]
         left = max((c + 1 for c, n in enumerate(counts) if n), default=1)
-        self._full = RowLayout([self.width] * left + [0] * (len(counts) - left), self.width, packed=False)
+        self._full = PackedClients([self.width] * left + [0] * (len(counts) - left), self.width, packed=False)
 
     @property
     def all_live(self) -> bool:
@@ -177,7 +177,7 @@ class FoldedRows:
         """1 for each client that has an example, 0 for others."""
         return torch.tensor([float(n > 0) for n in self.counts], dtype=dtype)
 
-    def layout(self, parameters: int, layers: int) -> RowLayout:
+    def layout(self, parameters: int, layers: int) -> PackedClients:
         """With empty slots, or without them where a model is so large that more products cost less than empty rows.
 
         A client without an example has no row, so that nothing of it moves.
@@ -188,14 +188,14 @@ class FoldedRows:
         return packed if packed.rows and (idle or (full.rows - packed.rows) * parameters > more) else full
 
     @cached_property
-    def _packed(self) -> RowLayout:
-        return RowLayout(self.counts, self.width, packed=True)
+    def _packed(self) -> PackedClients:
+        return PackedClients(self.counts, self.width, packed=True)
 
     @cached_property
     def _shares(self) -> Tensor:
         return torch.tensor([1.0 / max(1, n) for n in self.counts], dtype=torch.float64)
 
-    def means(self, values: Tensor, layout: RowLayout) -> Tensor:
+    def means(self, values: Tensor, layout: PackedClients) -> Tensor:
         """Mean over each client's examples of values of the rows of a layout; 0 where there is none."""
         if min(self.counts) == self.width:
             return values.view(-1, self.width).mean(1)
@@ -246,7 +246,7 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: RowLayout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: PackedClients) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.steps, ctx.layout, ctx.bf16, per = {}, layout, is_autocast(x), len(x) // layout.rows
         if ctx.bf16:
@@ -288,7 +288,7 @@ class _Product(torch.autograd.Function):
         return before, by_weight, by_bias, None
 
 
-def _for_all(like: Tensor, layout: RowLayout) -> Tensor:
+def _for_all(like: Tensor, layout: PackedClients) -> Tensor:
     """Room for a gradient of every client; zeros where one of them has no row."""
     return torch.empty_like(like) if all(layout.counts) else torch.zeros_like(like)
 
@@ -296,7 +296,7 @@ def _for_all(like: Tensor, layout: RowLayout) -> Tensor:
 class _Pass:
     """One forward pass in the making: how the rows lie, and the parameters by name."""
 
-    layout: RowLayout
+    layout: PackedClients
     params: dict[str, tuple[Tensor, bool]]
 
 
@@ -412,7 +412,7 @@ class Folded:
         with mapped_by_hand():
             if not batched:
                 inputs = inputs.expand(sizes[0], *inputs.shape)
-            layout = RowLayout([inputs.shape[1]] * sizes[0], inputs.shape[1], packed=False)
+            layout = PackedClients([inputs.shape[1]] * sizes[0], inputs.shape[1], packed=False)
             out, seen = self._run(held, inputs.flatten(0, 1), layout, layer, memory)
             out, seen = layout.put(out), None if seen is None else layout.put(seen)
         return wrapped(out), None if seen is None else wrapped(seen)
@@ -429,7 +429,7 @@ class Folded:
         return wrapped(means)
 
     def _run(
-        self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: RowLayout, layer: str | None, memory: Layout
+        self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: PackedClients, layer: str | None, memory: Layout
     ) -> tuple[Tensor, Tensor | None]:
         self.now.layout, self.now.params = layout, held
         try:
