@@ -769,9 +769,10 @@ def diagnose_page() -> str:
         best row (of errors: {100 * NEAR:g} % of the best).
 
         Every row chooses its learning rate among {", ".join(f"{lr:g}" for lr in stored["rates"])} by the validation
-        parts of seed 0. The advice was made on development seeds 0 to 4 of the first eight; of the natural federations,
-        whose rows are those of [Natural federations](natural-federations.md) at the same seeds, the figures were known
-        when it was made. `python experiments/diagnose/score.py` repeats it and writes `docs/diagnose/score.json`.
+        parts of seed 0. The advice was made on development seeds 0 to 4 of the federations of digits. Rows of natural
+        federations are those of [Natural federations](natural-federations.md) at the same seeds, with the settings of
+        their files; their figures were known when the advice was made.
+        `python experiments/diagnose/score.py` repeats it and writes `docs/diagnose/score.json`.
         """
     told = [
         (
