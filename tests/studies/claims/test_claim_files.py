@@ -138,3 +138,11 @@ def test_setup_3_has_both_starts_and_both_readings_of_the_v_step_at_every_rank()
         if r.method == "pfl-mf-paper" and r.published == {"lr": 0.1} and r.fields["u_update"] == "gradient"
     }
     assert found == set(itertools.product(("common", "random"), ("1", "1/n"), (1, 5, 10, 15)))
+
+
+def test_a_control_is_left_out_only_with_a_reason() -> None:
+    why = '[setting]\ndifferences = ["cfl is left out: it takes hours"]\n[experiment]\nrounds'
+    told = made(('place = "Table 1"', 'place = "Table 1"\nleft_out = ["cfl"]'), ("[experiment]\nrounds", why))
+    assert {row.name for row in all_rows(told)} == {"a", *COMMON, *GROUPED} - {"cfl"}
+    with pytest.raises(ConfigError, match="why cfl is left out"):
+        made(('place = "Table 1"', 'place = "Table 1"\nleft_out = ["cfl"]'))

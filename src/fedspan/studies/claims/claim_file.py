@@ -8,6 +8,7 @@
     [check]        in place of training: name and options of a check, and [check.figures] with paths into its numbers
     [[tests]]      row, minus (another row, or a number), measure, column; one of above, below, within; perhaps only_if
     seeds          those that are reported, 200 and on
+    left_out       controls that cannot be afforded; [setting] differences must name each and say why
     runs           the folder of its runs, where several claims are decided by rows of one table; otherwise its own
 
 Controls stand in every table by themselves (`fair_play`). What may be written anew without a new run (`[setting]`,
@@ -139,6 +140,7 @@ class Claim:
     tests: tuple[DecidingTest, ...]
     not_testable: str = ""
     runs: str = ""
+    left_out: tuple[str, ...] = ()
     experiment: Mapping[str, Any] | None = None
     rows: tuple[ClaimRow, ...] = ()
     tuning: TuningBudget = field(default_factory=TuningBudget)
@@ -167,6 +169,7 @@ class _Head:
     minutes: float = 0.0
     not_testable: str = ""
     runs: str = ""
+    left_out: tuple[str, ...] = ()
     seeds: tuple[int, ...] = tuple(REPORTED[:3])
 
 
@@ -198,6 +201,7 @@ def parse_claim(raw: bytes, paper: str, stem: str) -> Claim:
         place=head.place,
         minutes=head.minutes,
         not_testable=head.not_testable,
+        left_out=head.left_out,
         runs=head.runs and safe_name(head.runs, f"{who}: runs"),
         setting=build(PaperSetting, values.get("setting", {}), f"{who}: [setting]"),
         seeds=head.seeds,
@@ -219,6 +223,9 @@ def _refuse_unfit(claim: Claim, who: str) -> None:
         raise ConfigError(f"{who}: a claim must have a sentence and its place in the paper. Got none.")
     if claim.not_testable:
         return
+    for name in claim.left_out:
+        if not any(name in said for said in claim.setting.differences):
+            raise ConfigError(f"{who}: [setting] differences must say why {name[:60]} is left out. Got nothing.")
     if claim.trains:
         check_reported(claim.seeds, "claims")
         if claim.experiment is None or not claim.rows:

@@ -88,7 +88,7 @@ def all_rows(claim: Claim) -> list[ClaimRow]:
         have = {r.method for r in claim.rows if r.set == like.set}
         end = "" if len(settings) == 1 else f" ({', '.join(f'{k} = {v}' for k, v in like.set.items()) or 'as it is'})"
         for method in controls(claim, like):
-            if method not in have:
+            if method not in have and method not in claim.left_out:
                 fields = {"clusters": _groups(claim, like)} if method == "ifca" else {}
                 row = ClaimRow(name=f"{method}{end}", method=method, fields=fields, set=like.set, control=True)
                 rows.append(row if like.lr is None or len(settings) == 1 else replace(row, lr=like.lr))
