@@ -133,8 +133,11 @@ def test_a_thousandfold_learning_rate_trains_nevertheless() -> None:
 
 def test_a_phase_is_judged_by_few_examples() -> None:
     data = make_data()
-    rows = torch.arange(40).remainder(len(data.y))
-    batch = Batch(data.x[rows], data.y[rows], rows, key(0), 0)
-    few = some(batch)
-    assert len(few.y) == len(few.x) == FEW and few.slots is not None and len(few.slots) == FEW
-    assert some(Batch(data.x[rows], data.y[rows], None, key(0), 0)).slots is None
+    rows = torch.arange(80).remainder(len(data.y)).reshape(2, 40)
+    for mapped in (False, True):
+        few = some(Batches(data.x, data.y, rows, key(0), mapped=mapped))
+        assert few is not None and torch.equal(few.x, data.x[rows[0, :FEW]]) and len(few.y) == FEW
+        assert (few.slots is not None) == mapped
+    listed = some([Batch(data.x[rows[0]], data.y[rows[0]], rows[0], key(0), 0)])
+    assert listed is not None and torch.equal(listed.x, data.x[rows[0, :FEW]]) and listed.slots is not None
+    assert some([]) is None

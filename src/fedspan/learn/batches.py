@@ -201,6 +201,10 @@ class Batches:
         """The first k of them."""
         return replace(self, rows=self.rows[:k])
 
+    def narrow(self, examples: int) -> Batches:
+        """The first minibatch alone, and of it so many examples at most."""
+        return replace(self, rows=self.rows[:1, :examples])
+
     def shifted(self, by: int) -> Batches:
         """The same minibatches starting `by` later, the first ones at the end; empty ones stay at the end."""
         live = (self.rows >= 0).any(1)

@@ -81,10 +81,9 @@ class Optimizer:
 
         `alone` says that no mean over clients follows, so that even a single step is judged.
         """
-        first = next(iter(batches), None) if self.safeguard and lr else None
-        if first is None:
+        few = some(batches) if self.safeguard and lr else None
+        if few is None:
             return train(lr)
-        few = some(first)
         return shortened(train, start, lambda at: loss(at, few), lr, alone or more_than_one(batches))
 
     def _train(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox) -> Tree:

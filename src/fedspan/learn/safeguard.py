@@ -84,8 +84,13 @@ def more_than_one(batches: Iterable[Batch]) -> Tensor | bool:
     return sum(1 for _ in batches) > 1
 
 
-def some(batch: Batch) -> Batch:
-    """The first `FEW` examples of a batch: enough to tell an explosion from noise, and cheap beside a step."""
+def some(batches: Iterable[Batch]) -> Batch | None:
+    """The first `FEW` examples of a stream: enough to tell an explosion from noise, and cheap beside a step."""
+    if isinstance(batches, Batches):
+        return next(iter(batches.narrow(FEW)), None)
+    batch = next(iter(batches), None)
+    if batch is None:
+        return None
     few = slice(FEW)
     slots = None if batch.slots is None else batch.slots[few]
-    return replace(batch, x=tree.take(batch.x, few), y=batch.y[few], slots=slots)
+    return replace(batch, x=tree.take(batch.x, few), y=batch.y[few], slots=slots, rows=None)
