@@ -37,6 +37,7 @@ def shell(command: str, folder: Path, tmp_path: Path) -> subprocess.CompletedPro
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_what_it_says_to_try_works_to_the_letter(folder: Path, tmp_path: Path) -> None:
     said = call("new", "method", "my_idea").stdout
     assert sorted(p.name for p in folder.iterdir()) == ["my_idea.py", "my_idea.toml", "test_my_idea.py"]

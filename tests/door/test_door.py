@@ -422,6 +422,7 @@ def test_own_method_runs_from_the_command_line_and_is_compared(tmp_path: Path, m
     assert {p.name for p in (tmp_path / "both").iterdir() if p.is_dir()} == {"fedavg-0", "FedDyn-0"}
 
 
+@pytest.mark.long
 def test_own_method_goes_on_after_kill_9(tmp_path: Path) -> None:
     exp = written(tmp_path, rounds=40)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SRC), str(HERE)]), "OMP_NUM_THREADS": "1"}

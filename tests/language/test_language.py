@@ -296,7 +296,7 @@ def test_records_are_divided_by_length_by_label_or_by_client(tmp_path: Path, pat
 METHODS = [
     method_of(FedLoRA, rank=2, lr=0.02, optimizer="adamw"),
     method_of(FedLoRU, rank=2, tau=2, lr=0.02, optimizer="adamw"),
-    method_of(PFedLoRU, rank=2, tau=2, own_ranks=(1,), lr=0.02, optimizer="adamw"),
+    method_of(PFedLoRU, rank=2, tau=2, own_ranks=(1,), private_head=False, lr=0.02, optimizer="adamw"),
 ]
 
 

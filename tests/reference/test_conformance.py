@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from harness import TOLERANCE, differences
-
 from plain import PAGES
 
 CASES = [(name, k) for name, page in PAGES.items() for k in range(len(page.cases))]

@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "drop_rate": ([-0.1, 1.1, math.nan], "a number in [0, 1]"),
     "drop": (["never"], "'after', 'before'"),
     "on_divergence": (["ignore"], "'stop', 'halve'"),
-    "dtype": (["float16", "double"], "'float32', 'float64'"),
+    "precision": (["float16", "double"], "'float32', 'float64', 'bf16'"),
     "mapping": (["both"], "'auto', 'vmap', 'loop'"),
     "chunk": ([0, -1, 1.5, True], "an integer >= 1"),
     "workers": ([0, -1, 1.5], "an integer >= 1"),

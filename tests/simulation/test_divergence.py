@@ -34,7 +34,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fields(name: str, lr: float) -> dict[str, Any]:
-    return {"lr": lr, **({"rank": 3, "v_steps": 2} if name == "pfl-mf" else {})}
+    """Options of a method that takes its steps as they are: shortened ones would hardly ever diverge."""
+    own = {"rank": 3, "v_steps": 2, "v_safeguard": False} if name == "pfl-mf" else {}
+    return {"lr": lr, "safeguard": False, **own}
 
 
 def simulation(method: Method, out: Path | None = None, rounds: int = 12, seed: int = 3, **settings: Any) -> Simulation:
@@ -110,6 +112,14 @@ def test_a_step_size_too_large_stops_with_the_last_good_state(name: str, factor:
         assert (tmp_path / "result.json").exists()
 
 
+def test_the_safeguard_shortens_steps_that_would_diverge() -> None:
+    with pytest.raises(Divergence):
+        run(make("local", **fields("local", 1e6)))
+    guarded = run(make("local", lr=1e6))
+    assert guarded.rounds == 12 and guarded.messages == []
+    assert guarded.curve[-1]["loss"]["mean"] < 100  # at the thousandth part of this step the plain one gives 10^36
+
+
 @pytest.mark.parametrize("name", ["local", "pfl-mf"])
 def test_workers_notice_as_well(name: str) -> None:
     with pytest.raises(Divergence) as caught:
@@ -119,7 +129,7 @@ def test_workers_notice_as_well(name: str) -> None:
 
 @pytest.mark.parametrize("halvings", [1, 2])
 def test_halving_recovers_and_says_so(halvings: int, tmp_path: Path) -> None:
-    method = make("ditto", lr=2.0**halvings)  # bears a step of 1
+    method = make("ditto", lr=2.0**halvings, lam=1.0, safeguard=False)  # bears a step of 1
     more = {"rounds": 6, "evaluate_every": 100, "on_divergence": "halve"}
     whole = run(method, tmp_path / "whole", **more)
     told = [m for m in whole.messages if "Learning rates halved" in m]
@@ -148,7 +158,7 @@ def test_halvings_are_kept_by_a_killed_run(stop: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lr", [0.5, 1.0, 4.0])
 def test_halving_a_factorisation_recovers_or_stops_in_good_order(lr: float, tmp_path: Path) -> None:
     try:
-        result = run(make("pfl-mf", rank=3, lr=lr), tmp_path, rounds=6, on_divergence="halve")
+        result = run(make("pfl-mf", **fields("pfl-mf", lr)), tmp_path, rounds=6, on_divergence="halve")
     except Divergence as e:
         assert_explained(e)
     else:
@@ -170,7 +180,7 @@ def killed_after(stop: int, method: Method, out: Path) -> None:
 
 
 def test_halving_ends_after_three_times(tmp_path: Path) -> None:
-    method = make("fedavg", lr=1e30)
+    method = make("fedavg", **fields("fedavg", 1e30))
     with pytest.raises(Divergence) as caught:
         run(method, tmp_path, on_divergence="halve")
     assert f"now {1e30 / 8:g}" in str(caught.value)
@@ -190,13 +200,14 @@ def test_halving_also_halves_a_whole_number() -> None:
 def test_halving_also_helps_where_only_evaluation_overflows(tmp_path: Path) -> None:
     """Local models may be finite themselves and yet give infinite outputs: that too is a round to take back."""
     lr = next(2.0**k for k in range(8, 40) if evaluation_fails(2.0**k))
-    result = run(make("local", lr=lr), tmp_path, on_divergence="halve", rounds=1, evaluate_every=1, epochs=1)
+    method = make("local", **fields("local", lr))
+    result = run(method, tmp_path, on_divergence="halve", rounds=1, evaluate_every=1, epochs=1)
     assert result.rounds == 1 and any("halved" in m for m in result.messages)
 
 
 def evaluation_fails(lr: float) -> bool:
     try:
-        run(make("local", lr=lr), rounds=1, evaluate_every=1, epochs=1)
+        run(make("local", **fields("local", lr)), rounds=1, evaluate_every=1, epochs=1)
     except Divergence as e:
         return "evaluation" in str(e)
     return False

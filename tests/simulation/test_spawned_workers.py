@@ -96,15 +96,15 @@ def federation() -> FederatedData:
     return FederatedData.from_arrays(clients)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(FedAvg(), marks=pytest.mark.long),
-        pytest.param(Ditto(), marks=pytest.mark.long),
+        FedAvg(),
+        Ditto(),
         PflMf(rank=2),
-        pytest.param(FedAra(), marks=pytest.mark.long),
+        FedAra(),
     ],
     ids=lambda method: type(method).__name__,
 )

@@ -71,6 +71,7 @@ BROKEN = """
 label = "FedAvg, far too fast"
 method = "fedavg"
 lr = [1e17, 1e18]
+fields = { safeguard = false }
 """
 
 

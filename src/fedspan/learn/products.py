@@ -7,7 +7,8 @@ and types alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ def _found() -> Callable[..., Tensor] | None:
 
 
 _LINEAR = _found()
+
+
+def _operations(x: Sequence[int], weight: Sequence[int], *_: object, **__: object) -> int:
+    """Operations of x Wᵀ, from the shapes."""
+    return 2 * math.prod(x) * weight[0]
+
+
+OPERATIONS: Mapping[Any, Callable[..., int]] = {} if _LINEAR is None else {_LINEAR: _operations}
+"""What `FlopCounterMode` has to be told to count the products that are computed here; torch's own it knows."""
 
 
 def _large(a: Tensor, columns: int) -> bool:

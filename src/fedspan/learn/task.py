@@ -210,7 +210,7 @@ class Task:
         if not self.head:
             raise ConfigError(
                 "Task: this method needs a head, the last nn.Linear of the model, and the model has none."
-                " Name one with model.head, or choose a method without a head."
+                " Name one with model.head, set private_head = false where the method has it, or choose another method."
             )
         return self.head
 

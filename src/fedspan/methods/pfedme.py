@@ -48,7 +48,7 @@ class PFedMe(Sharing, Cautions):
 
     def proximal_steps(self) -> Mapping[str, float]:
         inner = self.optimizer.pull(self.lr_inner, self.lam)
-        return {"lr·lam": self.lr * self.lam, "lr_inner·lam": inner}  # w_i takes plain steps towards θ
+        return {"lr·lam": self.pull, "lr_inner·lam": inner}  # w_i takes plain steps towards θ
 
     @property
     def pull(self) -> float:

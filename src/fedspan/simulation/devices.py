@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError
+from fedspan.learn.products import OPERATIONS
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Capacity, Method, Ranked
 from fedspan.method.fields import Positive, Share, check
@@ -105,15 +106,16 @@ class Choice(NamedTuple):
 def measure(method: Method, task: Task, data: FederatedData, client: int, settings: Settings, level: int = 0) -> Cost:
     """Run a round of one client on a few of its minibatches, at one of its levels, and count what it took.
 
-    Operations are those of products and convolutions, forward and backward, in all epochs and phases. Memory is what
-    tensors held at once: what came and was kept, the model, gradients and activations; not a kernel's scratch space.
+    Operations are those of products and convolutions, forward and backward, in all epochs and phases, with what the
+    safeguard measures after them, spread over the examples. Memory is what tensors held at once: what came and was
+    kept, the model, gradients and activations; not a kernel's scratch space.
     """
     rows = data.train[client]
     size = len(rows) if settings.batch_size == "full" else min(len(rows), settings.batch_size)
     # What is not done in every step (a decay, say) needs several steps to be seen; full minibatches only.
     several = size * max(1, min(len(rows) // size, STEPS // max(1, settings.epochs)))
     one = replace(data, train=[r[:several] if i == client else r[:1] for i, r in enumerate(data.train)])
-    counter, peak = FlopCounterMode(display=False), Peak()
+    counter, peak = FlopCounterMode(display=False, custom_mapping=dict(OPERATIONS)), Peak()
     # The second round: what a method leaves out of the first (an alignment, say) is there.
     within = (counter, peak)
     tried = dry_run_round(method, task, one, client, size, epochs=settings.epochs, round=2, level=level, within=within)

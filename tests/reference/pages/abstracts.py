@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-from torch.nn.functional import log_softmax, logsigmoid, nll_loss, one_hot, softmax, softplus
-
 from plain import (
     BODY,
     LAYERS,
@@ -27,6 +24,8 @@ from plain import (
     within,
 )
 from plain import features as body_features
+from torch import Tensor
+from torch.nn.functional import log_softmax, logsigmoid, nll_loss, one_hot, softmax, softplus
 
 
 @reference(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cosine_similarity
-
 from plain import (
     LAYERS,
     Batch,
@@ -22,6 +19,8 @@ from plain import (
     weigh,
     within,
 )
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 SECTION = "eq. (1), (2), (4) to (6); matching floor and newcomers from a description of the authors' code"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-
 from plain import Fields, Found, Problem, Weights, fit, loss, mean, models, only, reference, under, weigh, within
 
 ADAPTED = ("0", "2")

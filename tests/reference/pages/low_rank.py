@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-
 from plain import (
     BODY,
     HEAD,
@@ -28,6 +25,8 @@ from plain import (
     weigh,
     within,
 )
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 LOW = ("0", "2")
 REST = ("0.bias", "2.bias", *HEAD)

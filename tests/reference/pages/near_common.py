@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from plain import (
     NAMES,
     Batch,
@@ -24,6 +22,7 @@ from plain import (
     under,
     weigh,
 )
+from torch import Tensor
 
 
 @reference("ditto", "description: F_k(v) + λ/2 ‖v − w^t‖² beside FedAvg", {}, {"lam": 0.4, "personal_epochs": 3})

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-
 from plain import (
     HEAD,
     NAMES,
@@ -27,6 +24,8 @@ from plain import (
     weigh,
     within,
 )
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 
 def _unravel(p: Problem, theta: Tensor, names: tuple[str, ...]) -> Weights:

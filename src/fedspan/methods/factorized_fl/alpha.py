@@ -56,7 +56,7 @@ class FactorizedFL(Averaging, Converts, Coded, AdaptedParts, ObservedMatching):
         reference="Jeong and Hwang, NeurIPS 2022",
         # Sent as its non-zeros, μ shows where they are.
         secure_sum=lambda m: "with mu = false" if m.factors.mu and "mu" in m.sharing.tags else "yes",
-        discloses=Discloses(labels="hints", model="part", private=("v",), examples=True, resembles=True),
+        discloses=Discloses(labels="set", model="part", private=("v",), examples=True, resembles=True),
     )
 
     private_head: bool = True

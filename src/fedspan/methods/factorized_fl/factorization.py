@@ -28,7 +28,7 @@ class Factorization:
     """Whether the correction μ is a part of the model."""
     mu_start: MuStart = "dense"
     """How μ starts: zeros as the paper says, `xavier` in dense layers as the public code, `dense` at W − u v, with
-    which the model starts as the plain network and trains without a norm."""
+    which the model starts as the plain network."""
     layers: Which = "all"
     """The layers that are factorised: all, those below the head, or those whose names begin with one of these."""
     layout: Layout = "space_by_channel"

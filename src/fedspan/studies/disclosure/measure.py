@@ -13,6 +13,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.learn.task import Task
 from fedspan.method import Capacity, Discloses, Federation, Method
+from fedspan.method.fields import with_keys
 from fedspan.methods import name_of
 from fedspan.simulation.engine import Answer, Engine
 from fedspan.studies.disclosure import attacks
@@ -35,11 +36,12 @@ PARTNERS = 0.1
 FROM_ROUND = {"fedcollab": 11}
 """The first round in which a method sends models, where that is not the first; nobody has to wait for it."""
 UNFITTED: dict[str, dict[str, Any]] = {
+    "fedavg-ft": {"finetune_epochs": 0},
     "fedbabu": {"finetune_epochs": 0},
     "per-fedavg": {"adapt": 0},
     "pfl-mf": {"refresh": False},
 }
-"""Fields by which a server leaves out the last fit to a client's examples, which it does not have."""
+"""Keys by which a server leaves out the last fit to a client's examples, which it does not have."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +218,8 @@ def _rebuilt_models(first: Received, again: Received, played: Received) -> tuple
     Where a method fits a model when it is used, the server does so on examples of its own, or not at all.
     """
     method = first.engine.method
-    fields = UNFITTED.get(name_of(method))
-    ours = replace(played, engine=replace(played.engine, method=replace(method, **fields))) if fields else played
+    keys = UNFITTED.get(name_of(method))
+    ours = replace(played, engine=replace(played.engine, method=with_keys(method, **keys))) if keys else played
     best: tuple[float, dict[str, float]] = (0.0, {})
     for rows, downs in ((again.start, again.down), (again.answer.rows, again.trained)):
         whole: list[float] = []

@@ -7,11 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedspan.layers import Layout
-from fedspan.learn.optimizer import Optimizer
 from fedspan.method.fields import with_keys
-from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.report.canvas import panels
-from fedspan.studies.theory.images import QUICK, Images, Size, accuracy, colour, epochs, network, settled
+from fedspan.studies.theory.images import QUICK, Images, Size, accuracy, colour, epochs, network, settled, written
 from fedspan.studies.theory.outcome import BLUE, GOLD, GREEN, GREY, RED, Outcome
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ def run(root: str | None = None, quick: bool = False, say: Callable[[str], None]
 
 def compare(images: Images, size: Size, *, seed: int = 0, say: Callable[[str], None] = lambda _: None) -> Outcome:
     """Accuracy on the test pictures over the epochs: every layout with μ and without it, and the plain model."""
-    method = FactorizedLocal(lr=0.01, optimizer=Optimizer(momentum=0.9))
+    method = written()
     plain = network(images, seed)
     cases = {"plain model": plain}
     for layout in MEANING:

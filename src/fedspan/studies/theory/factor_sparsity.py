@@ -7,9 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedspan import tree
-from fedspan.learn.optimizer import Optimizer
 from fedspan.method.fields import with_keys
-from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.methods.factorized_fl.factorization import corrections
 from fedspan.report.canvas import panels
 from fedspan.studies.theory.images import (
@@ -22,6 +20,7 @@ from fedspan.studies.theory.images import (
     network,
     nonzero,
     settled,
+    written,
 )
 from fedspan.studies.theory.outcome import BLUE, GREY, RED, Outcome
 
@@ -47,7 +46,7 @@ def compare(
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Entries that are not zero, and accuracy on the test pictures: the plain model, each λ, and a model without μ."""
-    method = FactorizedLocal(lr=0.01, optimizer=Optimizer(momentum=0.9))
+    method = written()
     plain = network(images, seed)
     cases = {"plain": (method, plain)}
     for lam in lambdas:

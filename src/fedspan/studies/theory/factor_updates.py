@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from fedspan.layers import in_head, part, structured
-from fedspan.learn.optimizer import Optimizer
 from fedspan.learn.task import Task
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.randomness import generator
 from fedspan.report.canvas import panels
-from fedspan.studies.theory.images import QUICK, Images, Size, accuracy, digits, epochs, grey, network
+from fedspan.studies.theory.images import QUICK, Images, Size, accuracy, digits, epochs, grey, network, written
 from fedspan.studies.theory.outcome import BLUE, GREY, RED, Outcome
 from fedspan.tree import Params
 
@@ -94,7 +93,7 @@ def compare(
     first, second = mnist.halves()
     names = torch.from_numpy(generator(seed, "names").permutation(mnist.classes))
     others = {SAME: second, PERMUTED: second.renamed(names), OTHER: cifar}
-    method = FactorizedLocal(lr=0.01, optimizer=Optimizer(momentum=0.9))
+    method = written()
     plain = network(first, seed)
     tasks = {"plain": plain, "factorised": method.model(plain, None)}
     far: dict[str, dict[str, list[list[float]]]] = {name: {} for name in others}  # [epoch][layer] by kind

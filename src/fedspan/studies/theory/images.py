@@ -13,8 +13,11 @@ from fedspan import tree
 from fedspan.data import Source, load
 from fedspan.errors import DataError
 from fedspan.learn.batches import Batches, Epochs, draw
+from fedspan.learn.optimizer import Optimizer
 from fedspan.learn.sgd import sgd_from
 from fedspan.learn.task import Task
+from fedspan.method.fields import with_keys
+from fedspan.methods.as_written import as_written
 from fedspan.methods.factorized_fl import FactorizedLocal
 from fedspan.methods.factorized_fl.factorization import corrections
 from fedspan.models.cnn import CNN
@@ -106,6 +109,12 @@ def network(images: Images, seed: int = 0) -> Task:
     """The CNN with group normalisation, without which models of rank one hardly start to train."""
     shape = (images.x.shape[1], images.x.shape[2], images.x.shape[3])
     return Task(lambda: CNN(shape, images.classes, padding=2, norm="group"), seed=seed)
+
+
+def written(lr: float = 0.01, momentum: float = 0.9) -> FactorizedLocal:
+    """A client of the paper, whose μ starts at zero: with the default's all layouts would start as one model."""
+    method = FactorizedLocal(lr=lr, optimizer=Optimizer(momentum=momentum))
+    return with_keys(method, **as_written("factorized-local"))
 
 
 def epochs(
