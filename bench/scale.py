@@ -22,8 +22,14 @@ PARTICIPANTS, TRAIN, TEST, POOL = 100, 5, 2, 7_000
 MEMORY_MB, CHUNK = 24, 8
 """What the clients' states may take of memory, so that all sizes keep them on disk; clients in one piece of work."""
 
-SIZES = (("mlp", 1_000, 1_024), ("mlp", 10_000, 1_024), ("linear", 1_000, 4_096), ("linear", 100_000, 4_096))
-"""Model, clients, and the bound on memory in MB."""
+SIZES = (
+    ("mlp", 1_000, 1, 1_024),
+    ("mlp", 10_000, 1, 1_024),
+    ("mlp", 10_000, 2, 2_048),
+    ("linear", 1_000, 2, 4_096),
+    ("linear", 100_000, 2, 4_096),
+)
+"""Model, clients, workers, and the bound on memory in MB: every worker holds torch and its allocator's memory."""
 
 
 @dataclass
@@ -66,7 +72,7 @@ class PeakMemory:
             self.look()
 
 
-def one(kind: str, clients: int, rounds: int) -> dict[str, Any]:
+def one(kind: str, clients: int, workers: int, rounds: int) -> dict[str, Any]:
     """Ditto, 100 clients per round, each with a model of its own."""
     import numpy as np
     import torch
@@ -83,7 +89,8 @@ def one(kind: str, clients: int, rounds: int) -> dict[str, Any]:
     y = torch.arange(POOL) % 10
     rows = (np.arange(clients * each) % POOL).reshape(clients, each)
     data = FederatedData(x=x, y=y, train=list(rows[:, :TRAIN]), test=list(rows[:, TRAIN:]), classes=10)
-    settings = Settings(participation=PARTICIPANTS / clients, evaluate_every=10**9, memory_mb=MEMORY_MB, chunk=CHUNK)
+    own = {"memory_mb": MEMORY_MB, "chunk": CHUNK, "workers": workers}
+    settings = Settings(participation=PARTICIPANTS / clients, evaluate_every=10**9, **own)
     sim = Simulation(
         make("ditto"), Task(lambda: build(kind, (784,), 10), seed=0), data, rounds=rounds, settings=settings
     )
@@ -97,7 +104,7 @@ def one(kind: str, clients: int, rounds: int) -> dict[str, Any]:
     with peak.watched():
         result = sim.run(lambda line: seconds.append(line["seconds"]))
     return {
-        "workload": f"scale-{kind}-{clients}",
+        "workload": f"scale-{kind}-{clients}-workers-{workers}",
         "method": "ditto",
         "rows_mb": clients * store.row_bytes >> 20,
         "seconds_per_participant": float(np.median(seconds[1:])) / PARTICIPANTS,
@@ -113,13 +120,15 @@ def one(kind: str, clients: int, rounds: int) -> dict[str, Any]:
 def main() -> list[dict[str, Any]]:
     """All sizes, each in a process of its own; the small one of each model is what seconds are compared with."""
     rows: list[dict[str, Any]] = []
-    for kind, clients, bound in SIZES:
-        code = f"import json; from bench.scale import one; print(json.dumps(one({kind!r}, {clients}, 30)))"
+    for kind, clients, workers, bound in SIZES:
+        call = f"one({kind!r}, {clients}, {workers}, 30)"
+        code = f"import json; from bench.scale import one; print(json.dumps({call}))"
         out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
         rows.append({**json.loads(out.splitlines()[-1]), "bound_mb": bound})
         r = rows[-1]
         print(
-            f"{clients:,} clients, 100 per round, a model ({kind}) each ({r['rows_mb']:,} MB on disk):"
+            f"{clients:,} clients, 100 per round, a model ({kind}) each ({r['rows_mb']:,} MB on disk),"
+            f" workers {workers}:"
             f" {1000 * r['seconds_per_participant']:.2f} ms per participant,"
             f" {1000 * r['seconds_per_evaluated_client']:.2f} ms per evaluated client, {r['seconds']:.0f} s in all,"
             f" peak of all processes {r['peak_mb_shared_once']:,} MB, bound {bound:,} MB"
