@@ -55,6 +55,8 @@ from fedspan.simulation.settings import Settings, sample
 from fedspan.simulation.simulator import Simulation
 from fedspan.tree import Tree
 
+pytestmark = pytest.mark.slow  # seconds together: make test has them
+
 STEPS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 # One mapping is enough: that both give the same is in the common table, for every method.
 MAPPING = pytest.mark.parametrize("mapping", ["loop"])

@@ -21,6 +21,8 @@ from fedspan.methods import FedAvg, make
 from fedspan.simulation.settings import Settings, settings_from
 from fedspan.simulation.simulator import Simulation
 
+pytestmark = pytest.mark.slow  # seconds together: make test has them
+
 BF16: dict[str, Any] = {"precision": "bf16", "batch_size": 8, "workers": 1, "evaluate_every": 100}
 
 

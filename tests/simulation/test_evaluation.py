@@ -27,6 +27,8 @@ from fedspan.simulation.simulator import Simulation
 from fedspan.storage import row_table
 from fedspan.tree import Tree
 
+pytestmark = pytest.mark.slow  # seconds together: make test has them
+
 SHARED: list[tuple[str, dict[str, Any]]] = [
     ("fedavg", {}),
     ("fedprox", {"mu": 0.5}),

@@ -13,6 +13,8 @@ from fedspan.studies.claims.claim_file import papers
 from fedspan.studies.claims.claim_runs import check_all
 from fedspan.studies.claims.fair_play import COMMON, GROUPED, all_rows, config_of, usual_fields
 
+pytestmark = pytest.mark.slow  # seconds together: make test has them
+
 CLAIMS = catalogue()
 
 
