@@ -1043,7 +1043,8 @@ def speed_tables(kept: Mapping[str, Any]) -> list[str]:
     on = kept["machine"]
     has = [name for name, there in (("AVX-512", on.get("avx512")), ("AMX", on.get("amx"))) if there]
     where = f"{on['cpu']}, {on.get('cores')} cores, {' and '.join(has) or 'neither AVX-512 nor AMX'}"
-    lines = ["## What came out", "", f"On {where}; torch {on.get('torch')}, medians of {kept['turns']} turns."]
+    turns = "one turn each" if kept["turns"] == 1 else f"medians of {kept['turns']} turns"
+    lines = ["## What came out", "", f"On {where}; torch {on.get('torch')}, {turns}."]
     lines += [f"Versions: {', '.join(kept['versions'])}."] if kept["versions"] else []
     for title, name in (
         ("Samples per second, as a multiple of the plain loop on one thread", "ratios"),
@@ -1086,7 +1087,10 @@ def defaults_page() -> str:
     """What every method reaches with its defaults, from the outcomes in docs/defaults."""
     intro = """\
         No option is given but the setting, which is a file in `experiments/defaults`; step sizes are the methods' own.
-        Defaults were chosen on seeds 0 to 9, figures are from others. `python experiments/defaults/run.py` repeats
+        Defaults were chosen on seeds 0 to 9, most of them on the test part of seed 0; figures are from other seeds.
+        An empty cell has not been run, and a mean is over the seeds that were. How a step is judged too long was
+        changed once after some of these rows had been seen (no default was), and code has changed since: rows are run
+        again when it has. `python experiments/defaults/run.py` repeats
         them, and this page is written from what it keeps in `docs/defaults`. A method whose clients all have the same
         model at the end is marked *one model*: where labels mean different things to different clients, no such model
         can be right for all."""
