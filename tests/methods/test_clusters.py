@@ -116,7 +116,9 @@ def test_fedcollab_with_one_coalition_is_fedavg_once_it_is_settled() -> None:
         def server_update(self, server: Tree, round: Round) -> Tree:
             return server if round.round <= 2 else super().server_update(server, round)
 
-    method = method_of(FedCollab, distance_rounds=2, distance_hidden=3, weight_of_samples=1e6, **STEPS)
+    method = method_of(
+        FedCollab, distance_rounds=2, distance_hidden=3, weight_of_samples=1e6, private_head=False, **STEPS
+    )
     sim = finished(method, rounds=4, participation=1.0)
     assert int(sim.record.server["coalition"].max()) == 0 and bool(sim.record.server["settled"])
     same(sim, finished(method_of(Late, **STEPS), rounds=4, participation=1.0))

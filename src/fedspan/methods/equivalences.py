@@ -204,7 +204,7 @@ LINES: tuple[Line, ...] = (
     ),
     Line(
         ("fedcollab",),
-        "FedCollab(one coalition) = FedAvg",
+        "FedCollab(one coalition, no private head) = FedAvg",
         "test_clusters::test_fedcollab_with_one_coalition_is_fedavg_once_it_is_settled",
         condition="from the round after the distances are known; minibatches are those of that round",
     ),

@@ -57,11 +57,13 @@ class FedCollab(Sharing, Announces, Observed):
     about = About(
         reference="Bao et al., ICML 2023",
         needs_classes=True,
-        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
     )
 
     local_stats: ClassVar[bool] = False
 
+    private_head: bool = True
+    """Whether the head stays on the client: a coalition that was put together wrongly then costs a client little."""
     distance_rounds: Annotated[int, Ge(2)] = 5
     """Rounds in which pairs of clients learn to tell their data apart, before coalitions are formed."""
     distance_hidden: AtLeast1 = 200

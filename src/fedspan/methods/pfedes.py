@@ -51,8 +51,8 @@ class PFedEs(Averaging):
 
     private_head: bool = False
     """Plays no part: the whole model is private."""
-    mu: Fraction = 0.5
-    """μ, the share of the loss on extracted inputs in the training of a client's model."""
+    mu: Fraction = 0.1
+    """μ, the share of the loss on extracted inputs in the training of a client's model; 0.5 as the paper has it."""
     width: AtLeast1 = 8
     """Channels, or units, between the two layers of the extractor."""
     lr_extractor: NonNegative | None = None

@@ -206,7 +206,7 @@ def pfedsim(p: Problem, f: Fields) -> Found:
 @reference(
     "fedcollab",
     "description: a discriminator per pair, coalitions by a bound, FedAvg inside",
-    {"distance_rounds": 2, "distance_hidden": 4, "weight_of_samples": 1.0, "lr_distance": 2.0},
+    {"distance_rounds": 2, "distance_hidden": 4, "weight_of_samples": 1.0, "lr_distance": 2.0, "private_head": False},
     seen="the whole method",
 )
 def fedcollab(p: Problem, f: Fields) -> Found:
