@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fedspan import tree
 from fedspan.config import RunConfig, assemble
 from fedspan.data.federated import FederatedData, Index
-from fedspan.errors import Divergence
+from fedspan.errors import ConfigError, Divergence
 from fedspan.method import Sent
 from fedspan.randomness import generator, key
 from fedspan.simulation.defence import Defence, downloads
