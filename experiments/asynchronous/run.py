@@ -1,8 +1,9 @@
 """Time to accuracy of asynchronous and of synchronous rounds, on the simulated clock of devices that differ tenfold.
 
-    python experiments/asynchronous/run.py
+    python experiments/asynchronous/run.py          measure
+    python experiments/asynchronous/run.py table    print the table of the page from what was measured
 
-runs experiments/digits-asynchronous.toml with its section [asynchronous] and without. Learning rates are chosen for
+It runs experiments/digits-asynchronous.toml with its section [asynchronous] and without. Learning rates are chosen for
 each row on validation parts of the development seeds 0 to 2, with the same number of trials; the figures are of test
 parts of seeds 200 to 202. They are written to docs/asynchronous/digits.json, in about fifteen minutes on one core.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ FILE = HERE.parent / "digits-asynchronous.toml"
 OUT = HERE.parents[1] / "docs" / "asynchronous" / "digits.json"
 TARGETS = {"fedavg": (0.8, 0.9), "fedrep": (0.6, 0.7), "pfl-mf": (0.6, 0.7)}
 ROUNDS = {"synchronous": 80, "asynchronous": 400}
+EVERY = {"synchronous": 1, "asynchronous": 6}  # evaluations that are about as far apart on the clock
 RATES = (0.1, 0.3, 1.0)
 DEVELOPMENT, REPORTED = (0, 1, 2), (200, 201, 202)
 
@@ -34,7 +37,8 @@ DEVELOPMENT, REPORTED = (0, 1, 2), (200, 201, 202)
 def run(method: str, mode: str, lr: float, seed: int, part: str) -> Result:
     """One run in memory."""
     changes = [f"method.name={method}", f"method.lr={lr}", f"seed={seed}", f"rounds={ROUNDS[mode]}"]
-    config = load_config(FILE, [*changes, f"train.evaluate_part={part}", "train.workers=1"])
+    changes += [f"train.evaluate_every={EVERY[mode]}", f"train.evaluate_part={part}", "train.workers=1"]
+    config = load_config(FILE, changes)
     if mode == "synchronous":
         config = replace(config, asynchronous=None)
     how: dict[str, Any] = {"settings": config.train, "devices": config.devices, "asynchronous": config.asynchronous}
@@ -97,5 +101,32 @@ def main() -> None:
     write_atomic(OUT, json.dumps(found, indent=1) + "\n")
 
 
+def table(found: dict[str, Any]) -> list[str]:
+    """The table of docs/how-to/asynchronous.md."""
+    lines = [
+        "| method | target | synchronous | asynchronous | sooner | accuracy at the end, synchronous | asynchronous |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one, other in zip(found["rows"][::2], found["rows"][1::2]):
+        for k, target in enumerate(one["seconds"]):
+            there = [row["seconds"][target] for row in (one, other)]
+            sooner = mean_of(there[0]) / mean_of(there[1])
+            ends = [_spread([100 * a for a in row["accuracy"]], "%") if k == 0 else "" for row in (one, other)]
+            name = f"`{one['method']}`" if k == 0 else ""
+            cells = [name, f"{100 * float(target):g} %", *(_spread(s, "s") for s in there), f"{sooner:.1f} ×", *ends]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _spread(values: list[float | None], unit: str) -> str:
+    known = [v for v in values if v is not None]
+    if len(known) < len(values):
+        return f"{len(values) - len(known)} of {len(values)} never"
+    return f"{statistics.fmean(known):.1f} ± {statistics.stdev(known):.1f} {unit}"
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["table"]:
+        print("\n".join(table(json.loads(OUT.read_text(encoding="utf-8")))))
+    else:
+        main()
