@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -232,6 +233,26 @@ def test_a_buffer_of_all_clients_is_synchronous_whatever_their_speeds(method: Me
     assert free.record.lines[-1]["clock"]["total"] == pytest.approx(rounds.record.lines[-1]["clock"]["total"])
 
 
+def two_kinds() -> Task:
+    """Models of two depths with heads of one shape and name."""
+    torch.manual_seed(0)
+    bodies = {"flat": nn.Linear(5, 6), "deep": nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 6))}
+    nets = {k: nn.Sequential(OrderedDict(body=body, act=nn.ReLU(), head=nn.Linear(6, 3))) for k, body in bodies.items()}
+    return Task.family({k: Task(net, dtype=torch.float64) for k, net in nets.items()}, ("flat", "deep"))
+
+
+def test_clients_with_models_of_two_kinds_share_their_heads_as_in_rounds() -> None:
+    method = METHODS["lg-fedavg"]()
+    free = simulation(method, 4, task=two_kinds(), asynchronous=Asynchronous(buffer=7))
+    rounds = simulation(method, 4, task=two_kinds(), asynchronous=None)
+    free.run()
+    rounds.run()
+    assert_close(state(free), state(rounds))
+    late = [simulation(method, 6, task=two_kinds()) for _ in range(2)]
+    assert late[0].run().digest == late[1].run().digest
+    assert max(line["staleness"]["max"] for line in late[0].record.lines) >= 1
+
+
 # ------------------------------------------------------------------------------------------------ replay
 
 
@@ -255,6 +276,19 @@ def test_workers_and_mapping_change_nothing(mapping: Any) -> None:
     plain = simulation(Ditto(), 5)
     plain.run()
     assert_close(state(sim), state(plain))
+
+
+def test_states_on_disk_change_nothing(tmp_path: Path) -> None:
+    def run(**settings: Any) -> Simulation:
+        torch.manual_seed(0)
+        wide = Task(nn.Sequential(nn.Linear(5, 4000), nn.ReLU(), nn.Linear(4000, 3)), dtype=torch.float64)
+        sim = simulation(Ditto(), 4, replace(TRAIN, **settings), task=wide, out=tmp_path / str(settings))
+        sim.run()
+        return sim
+
+    here, there = run(), run(memory_mb=1)
+    assert there.record.stores[None].on_disk and not here.record.stores[None].on_disk
+    assert here.record.digest() == there.record.digest()
 
 
 @pytest.mark.slow
