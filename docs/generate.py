@@ -428,6 +428,7 @@ def configuration_page() -> str:
     from fedspan.config.sections import DataConfig, ModelConfig, PartitionConfig, TaskConfig
     from fedspan.deploy.policy import Policy
     from fedspan.learn.transforms import Transforms
+    from fedspan.simulation.asynchronous import Asynchronous
     from fedspan.simulation.defence import Defence
     from fedspan.simulation.devices import Devices
     from fedspan.simulation.protocols import EvaluationSettings
@@ -438,6 +439,7 @@ def configuration_page() -> str:
         is not known is refused, with the nearest one that is. Whatever a run was given is written out whole as
         `config.toml` in its directory."""
     tables = ("data", "partition", "model", "method", "methods", "task", "train", "evaluate", "devices", "defence")
+    tables += ("asynchronous",)
     method = """\
         `name` is one of [the methods](methods.md), or `package.module:Class` for
         [one of your own](../tutorials/add_a_method.md), which needs `--allow-code PACKAGE`; the other keys are the
@@ -456,10 +458,11 @@ def configuration_page() -> str:
         ("[evaluate]", "", [*keys(EvaluationSettings), "", *metrics_table()]),
         ("[devices]", "", keys(Devices)),
         ("[defence]", "", keys(Defence)),
+        ("[asynchronous]", "", keys(Asynchronous)),
         ("The policy of a deployment", "Options of `fedspan deploy run`, not keys of the file.", keys(Policy)),
     ]
     classes = {"[task]": TaskConfig, "[train]": Settings, "[evaluate]": EvaluationSettings, "[devices]": Devices}
-    classes |= {"[defence]": Defence, "[data.transforms]": Transforms}
+    classes |= {"[defence]": Defence, "[asynchronous]": Asynchronous, "[data.transforms]": Transforms}
     parts = [textwrap.dedent(intro).splitlines()]
     for title, text, rows in sections:
         about = prose(classes[title].__doc__) if title in classes else text.splitlines()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Cautions,
         Coded,
         Converts,
+        Estimates,
         Judged,
         Lifts,
         Observed,
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
     from fedspan.methods import METHODS, allow_code, make, register
     from fedspan.randomness import normal, uniform
     from fedspan.report.figures import plot
+    from fedspan.simulation.asynchronous import Asynchronous
     from fedspan.simulation.defence import Defence
+    from fedspan.simulation.devices import Devices
     from fedspan.simulation.protocols import EvaluationSettings
     from fedspan.simulation.result import Result
     from fedspan.simulation.settings import Settings
@@ -58,6 +61,7 @@ __all__ = [
     "Adapts",
     "All",
     "Announces",
+    "Asynchronous",
     "Averaging",
     "Batch",
     "Batches",
@@ -69,10 +73,12 @@ __all__ = [
     "Converts",
     "DataError",
     "Defence",
+    "Devices",
     "Discloses",
     "Divergence",
     "Down",
     "Epochs",
+    "Estimates",
     "EvaluationSettings",
     "FederatedData",
     "Federation",
@@ -132,7 +138,9 @@ _PLACES: dict[str, str] = {
     "fedspan.learn.task": "Task",
     "fedspan.learn.transforms": "Transforms",
     "fedspan.method.bases": "Averaging Sharing Training",
-    "fedspan.method.capabilities": "Adapts Announces Begins Cautions Coded Converts Judged Lifts Observed Ranked",
+    "fedspan.method.capabilities": (
+        "Adapts Announces Begins Cautions Coded Converts Estimates Judged Lifts Observed Ranked"
+    ),
     "fedspan.method.disclosure": "Discloses",
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",
     "fedspan.methods": "METHODS allow_code make register",
@@ -140,7 +148,9 @@ _PLACES: dict[str, str] = {
     "fedspan.report.figures": "plot",
     "fedspan.simulation.protocols": "EvaluationSettings",
     "fedspan.simulation.result": "Result",
+    "fedspan.simulation.asynchronous": "Asynchronous",
     "fedspan.simulation.defence": "Defence",
+    "fedspan.simulation.devices": "Devices",
     "fedspan.simulation.settings": "Settings",
     "fedspan.simulation.simulator": "simulate",
     "fedspan.tree": "Outer",

@@ -86,6 +86,7 @@ def test_all_capabilities_are_known() -> None:
         "Onboards",
         "Cautions",
         "Judged",
+        "Estimates",
     }
     assert names == known
 

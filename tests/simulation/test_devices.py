@@ -136,7 +136,7 @@ def test_a_round_lasts_as_long_as_its_slowest_participant(tmp_path: Path, monkey
     assert [x for _, x, _ in points(done, measure_of([done]), "clock")] == pytest.approx(
         [line["clock"]["total"] for line in lines]
     )
-    assert "the slowest of each round" in curves_figure([done], "clock").axes[0].get_xlabel()
+    assert "seconds on the clients' devices" in curves_figure([done], "clock").axes[0].get_xlabel()
     monkeypatch.setattr("fedspan.report.page.inline_svg", lambda draw, label, name: "")  # drawing takes its time
     assert "over time on devices" in write_page([done], tmp_path / "report.html").read_text()
     found = evaluation.to_target(lines, 0.0)

@@ -100,6 +100,7 @@ def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, re
         devices=config.devices,
         evaluate=config.evaluate,
         defence=config.defence,
+        asynchronous=config.asynchronous,
     )
 
 
@@ -172,6 +173,14 @@ def _traffic(totals: Any) -> float:
     return float(totals["up"] + totals["down"] + totals["announce"])
 
 
+def _on_devices(line: dict[str, Any]) -> str:
+    """The time on the clients' devices, and how late uploads were, where a run knows them."""
+    if "clock" not in line:
+        return ""
+    late = f", staleness {line['staleness']['mean']:.1f}" if "staleness" in line else ""
+    return f"{line['clock']['total']:,.4g} s on devices{late}"
+
+
 class _Shown:
     """Rounds as they are done: a bar on a terminal, otherwise a line now and then."""
 
@@ -209,7 +218,7 @@ class _Shown:
             usual = [self.accuracy] if found and "accuracy" in self.metrics else []
             self.accuracy = ", ".join([*usual, *asked])
         self.sent += _traffic(line["bytes"])
-        facts = ", ".join(filter(None, (self.accuracy, f"{self.sent / 1e6:,.2f} MB")))
+        facts = ", ".join(filter(None, (self.accuracy, f"{self.sent / 1e6:,.2f} MB", _on_devices(line))))
         if self.bar is not None:
             self.bar.update(self.task, completed=t, facts=facts)
         elif not self.quiet and (t % self.every == 0 or t == self.rounds):

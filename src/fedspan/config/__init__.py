@@ -25,6 +25,7 @@ from fedspan.method.named_code import is_spec
 from fedspan.methods import METHODS, find_method, make
 from fedspan.models.build import is_language
 from fedspan.randomness import torch_seed
+from fedspan.simulation.asynchronous import Asynchronous
 from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices, assign
 from fedspan.simulation.identity import of_config
@@ -61,6 +62,8 @@ class RunConfig:
     devices: Devices = field(default_factory=Devices)
     defence: Defence | None = None
     """How uploads are judged; if nothing is said a simulation believes them all, and `fedspan deploy` writes it in."""
+    asynchronous: Asynchronous | None = None
+    """How clients train without waiting for one another; if nothing is said rounds are synchronous."""
 
     def __post_init__(self) -> None:
         safe_name(self.name, "Config: name")
@@ -69,6 +72,8 @@ class RunConfig:
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
                 raise ConfigError(f"Config: {key} must be an integer >= {low}. Got {value!r}.")
         self._check_data()
+        if self.asynchronous is not None:
+            self.asynchronous.check_with(self.train, self.devices, self.defence)
         for name in (self.method["name"], *self.methods):
             self.only(name)
         known = known_shape(self.data)
@@ -139,9 +144,10 @@ class RunConfig:
                 "evaluate": _changed(self.evaluate),
                 "devices": plain(dataclasses.asdict(self.devices)) if self.devices != Devices() else {},
                 "defence": {} if self.defence is None else dataclasses.asdict(self.defence),
+                "asynchronous": {} if self.asynchronous is None else dataclasses.asdict(self.asynchronous),
             }
         )
-        for key in ("methods", "task", "evaluate", "devices", "defence"):
+        for key in ("methods", "task", "evaluate", "devices", "defence", "asynchronous"):
             if not values[key]:
                 del values[key]
         return values
@@ -189,7 +195,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         if key not in known:
             raise ConfigError(f"Config: unknown key '{key[:60]}'.{nearest(key[:60], known)}")
     sections = ("data", "partition", "model", "method", "methods", "task", "train", "evaluate", "devices")
-    for key in (*sections, *values.keys() & {"defence"}):
+    for key in (*sections, *(k for k in ("defence", "asynchronous") if k in values)):
         if not isinstance(values.setdefault(key, {}), dict):
             raise ConfigError(f"Config: {key} must be a section ([{key}]). Got {short(values[key])}.")
     if not isinstance(values["name"], str):
@@ -218,6 +224,7 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = (), name: st
         evaluate=build(EvaluationSettings, values["evaluate"], "Evaluate"),
         devices=build(Devices, values["devices"], "Devices"),
         defence=build(Defence, values["defence"], "Defence") if "defence" in values else None,
+        asynchronous=build(Asynchronous, values["asynchronous"], "Asynchronous") if "asynchronous" in values else None,
     )
 
 

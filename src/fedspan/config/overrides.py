@@ -19,6 +19,7 @@ from fedspan.method.fields import fits, keys_of
 from fedspan.method.named_code import is_spec
 from fedspan.methods import METHODS, find_method
 from fedspan.models import MODELS
+from fedspan.simulation.asynchronous import Asynchronous
 from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices
 from fedspan.simulation.settings import Settings
@@ -31,6 +32,7 @@ SECTIONS: dict[str, type] = {
     "train": Settings,
     "devices": Devices,
     "defence": Defence,
+    "asynchronous": Asynchronous,
 }
 OPTIONS: dict[type, Mapping[str, Any]] = {PartitionConfig: PARTITIONS, ModelConfig: MODELS}
 """Sections whose further keys are options of their kind."""

@@ -129,6 +129,8 @@ def deployable(config: RunConfig) -> RunConfig:
             "Deploy: devices with limits are for simulations, as a server does not know its nodes' data. Take the"
             " ratios that `fedspan capacity` shows into the method's own field."
         )
+    if config.asynchronous is not None:
+        raise ConfigError("Deploy: asynchronous rounds are for simulations. Got [asynchronous]; leave it out.")
     usual = Settings()
     for name in ("evaluate_clients", "evaluate_after", "drop_rate", "on_divergence"):
         got = getattr(config.train, name)

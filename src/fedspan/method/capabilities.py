@@ -7,7 +7,7 @@ depend on a method's fields: then it returns what a method without it would.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -40,6 +40,10 @@ class Announces:
     def hear(self, common: Tree, news: Tree) -> Tree:
         """The common state after the news."""
         return common
+
+    def silent(self) -> bool:
+        """Whether there will never be news with the fields as they are: the common state stays as it was."""
+        return False
 
 
 class Converts:
@@ -90,6 +94,17 @@ class Judged:
         A defence judges the difference. What is missing here, or of another shape, is judged as it is: gradients, sums.
         """
         return down
+
+
+class Estimates:
+    """Parts of the upload are found by the client for itself, not trained from the download's parts of their names."""
+
+    def estimates(self) -> Collection[str]:
+        """Names of parts of `mean`: statistics of its examples, a model that it keeps.
+
+        A late upload's parts are otherwise changes to what was downloaded; these are averaged as they came.
+        """
+        return ()
 
 
 class Coded:
@@ -218,7 +233,7 @@ def norm_of_state(server: Tree) -> float:
     return math.sqrt(float(tree.squared_norm({k: part for k, part in server.items() if k != "optimizer"})))
 
 
-class _Without(Announces, Ranked, Judged, Coded, Adapts, Observed, Cautions):
+class _Without(Announces, Ranked, Judged, Estimates, Coded, Adapts, Observed, Cautions):
     """What a method does that has none of them."""
 
 
@@ -234,6 +249,7 @@ class Abilities:
         self.converts: Converts = method if isinstance(method, Converts) else _WITHOUT
         self.ranked: Ranked = method if isinstance(method, Ranked) else _WITHOUT
         self.judged: Judged = method if isinstance(method, Judged) else _WITHOUT
+        self.estimated: Estimates = method if isinstance(method, Estimates) else _WITHOUT
         self.coded: Coded = method if isinstance(method, Coded) else _WITHOUT
         self.adapts: Adapts = method if isinstance(method, Adapts) else _WITHOUT
         self.observed: Observed = method if isinstance(method, Observed) else _WITHOUT

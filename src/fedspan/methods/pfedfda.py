@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -17,7 +17,19 @@ from fedspan.learn.batches import All, Amount, Batches, Epochs
 from fedspan.learn.class_features import class_matrix, members
 from fedspan.learn.task import Task
 from fedspan.linalg import subspace
-from fedspan.method import About, Capacity, ClientInfo, Discloses, Down, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import (
+    About,
+    Capacity,
+    ClientInfo,
+    Discloses,
+    Down,
+    Estimates,
+    Federation,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+)
 from fedspan.method.fields import Fraction, NonNegative
 from fedspan.randomness import key, uniform
 from fedspan.tree import Params, Tree
@@ -31,7 +43,7 @@ class Gaussians(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PFedFda(Sharing):
+class PFedFda(Sharing, Estimates):
     """pFedFDA. McLaughlin and Su, NeurIPS 2024.
 
     Symbols: theta = the body φ, mu = class means μ_c, S = the common covariance Σ (its upper triangle), beta = (β_μ,
@@ -96,6 +108,9 @@ class PFedFda(Sharing):
         mine, beta = self._adapt(task, both | head, visit["all"], common, prior)
         sent = {"theta": theta, "mu": mine.mu, "S": subspace.triangle(mine.S)}
         return {"stats": stats, "beta": beta}, Sent(weight=self.weigh(visit), mean=sent)
+
+    def estimates(self) -> Collection[str]:
+        return ("mu", "S")
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         body = self.server.step(server, {"theta": round.mean["theta"]})

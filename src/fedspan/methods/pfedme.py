@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,19 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
-from fedspan.method import About, Announces, Cautions, ClientInfo, Discloses, Federation, Round, Sent, Sharing, Visit
+from fedspan.method import (
+    About,
+    Announces,
+    Cautions,
+    ClientInfo,
+    Discloses,
+    Estimates,
+    Federation,
+    Round,
+    Sent,
+    Sharing,
+    Visit,
+)
 from fedspan.method.fields import AtLeast1, Fraction, NonNegative, Positive
 from fedspan.randomness import fold, key, uniform
 from fedspan.tree import Params, Tree
@@ -84,7 +96,7 @@ class PFedMe(Sharing, Cautions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2gd(Sharing, Announces):
+class L2gd(Sharing, Announces, Estimates):
     """L2GD. Hanzely and Richtárik, 2020, Algorithm 1, for (1/n) Σ f_i(θ_i) + λ/(2n) Σ ‖θ_i − θ̄‖².
 
     Symbols: theta = the client's model θ_i (on the server: the mean θ̄), lam = λ, p = p, lr = η/n. Every local step a
@@ -117,6 +129,12 @@ class L2gd(Sharing, Announces):
 
     def common(self, task: Task, federation: Federation) -> Tree:
         return {"key": key(federation.seed, "coin")}
+
+    def silent(self) -> bool:
+        return True
+
+    def estimates(self) -> Collection[str]:
+        return ("theta",)  # θ_i is the client's own, whatever mean it received
 
     def coins(self, shared: Tensor, round: Tensor, steps: int) -> Tensor:
         """Which of the local steps of a round go to the mean."""

@@ -29,7 +29,7 @@ _X = {
     "round": "round",
     "bytes": "MB sent, both directions",
     "seconds": "seconds of training",
-    "clock": "seconds on the clients' devices, the slowest of each round",
+    "clock": "seconds on the clients' devices",
 }
 
 Runs = Sequence[Run | Mapping[str, Any]]

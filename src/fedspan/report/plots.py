@@ -23,7 +23,7 @@ _X: dict[Axis, str] = {
     "round": "round",
     "bytes": "MB sent, both directions",
     "seconds": "seconds of training",
-    "clock": "seconds on the clients' devices, the slowest of each round",
+    "clock": "seconds on the clients' devices",
 }
 _POINTS = 300  # of a curve; more cannot be seen
 _DOTS = 400  # clients of a method; beyond that, evenly spaced ranks stand for all
@@ -62,7 +62,9 @@ def plots(groups: Sequence[Group], rows: Sequence[Row]) -> list[Plot]:
         ("seconds", "time", "Seconds of training on the machine of the run; evaluation does not count."),
     ]
     if all(r.lines and time_on_devices(r.lines[-1]) is not None for g in groups for r in g.runs):
-        says = "A round is as long as its slowest participant computes and sends."
+        late = any("staleness" in line for g in groups for r in g.runs for line in r.lines[-1:])
+        more = " An asynchronous one lasts until enough uploads have arrived." if late else ""
+        says = f"A round is as long as its slowest participant computes and sends.{more}"
         axes.append(("clock", "time on devices", says))
     out = [
         curves_plot(

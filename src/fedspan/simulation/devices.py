@@ -199,15 +199,26 @@ class Clock:
         """
         times, operations = [], 0.0
         for i, n in examples.items():
-            c = capacity[i]
-            if c not in self._known:
-                self._known[c] = self.cost(i, c)
-            flops = self._known[c].flops * n
-            seconds = self.devices.seconds(i, flops, sent[c])
-            assert seconds is not None
-            times.append((seconds, i))
+            flops = self._cost(i, capacity[i]).flops * n
+            times.append((self._seconds(i, flops, sent[capacity[i]]), i))
             operations += flops
         return Timed(*max(times), operations)
+
+    def alone(self, client: int, examples: int, capacity: Capacity) -> tuple[float, float]:
+        """Seconds and operations of one client's round, known before it trains: bytes are those that were measured."""
+        cost = self._cost(client, capacity)
+        flops = cost.flops * examples
+        return self._seconds(client, flops, cost.up + cost.down), flops
+
+    def _cost(self, client: int, capacity: Capacity) -> Cost:
+        if capacity not in self._known:
+            self._known[capacity] = self.cost(client, capacity)
+        return self._known[capacity]
+
+    def _seconds(self, client: int, flops: float, sent: float) -> float:
+        seconds = self.devices.seconds(client, flops, sent)
+        assert seconds is not None
+        return seconds
 
 
 class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]

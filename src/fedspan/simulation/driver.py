@@ -64,6 +64,7 @@ class Before:
     server: Tree
     common: Tree
     news: dict[str, Tree]
+    flights: dict[str, Tree]
     progress: Progress
 
 
@@ -142,6 +143,10 @@ class RoundDriver(ABC):
     def _stepped(self, line: Line) -> None:  # noqa: B027 (a hook that only some fill)
         """Called after every round that was kept."""
 
+    def _sampled(self, t: int) -> Sequence[int]:
+        """Who begins to train in round t."""
+        return sample(self.clients, self.settings, self.seed, t)
+
     @abstractmethod
     def _about(self) -> dict[str, Any]:
         """Fields of the result that only this kind of run knows."""
@@ -187,7 +192,7 @@ class RoundDriver(ABC):
     def _round(self, t: int, ledger: Ledger) -> Line:
         """Sample, ask, collect; average, watch, announce; keep."""
         r, able = self.record, self.engine.able
-        sampled = sample(self.clients, self.settings, self.seed, t)
+        sampled = self._sampled(t)
         got = self.transport.train(t, sampled, ledger)
         server = None
         if got.enough:
@@ -220,11 +225,12 @@ class RoundDriver(ABC):
 
     def _remember(self) -> Before:
         r = self.record
-        return Before(r.server, r.common, dict(r.news), copy.deepcopy(r.progress))
+        return Before(r.server, r.common, dict(r.news), dict(r.flights), copy.deepcopy(r.progress))
 
     def _take_back(self, before: Before) -> None:
         r = self.record
         r.server, r.common, r.news, r.progress = before.server, before.common, before.news, before.progress
+        r.flights = before.flights
         self.transport.take_back()
 
     def _may_repeat(self) -> bool:

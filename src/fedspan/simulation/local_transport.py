@@ -488,16 +488,12 @@ class LocalTransport:
             judge = self.engine.evaluate_together if meta["together"] else self.engine.evaluate
             return _told(judge(*args, part=self.settings.evaluate_part, way=JudgedModel(*meta["way"])))
         able, answer = self.engine.able, self.engine.update(*args, keep_raw=meta["own"])
-        if not (tree.all_finite(answer.rows) and tree.all_finite(answer.sent)):
-            parts = [(i, tree.take((answer.rows, answer.sent), k)) for k, i in enumerate(ids)]
-            return {"bad": [i for i, part in parts if not tree.all_finite(part)]}, {}
+        if bad := self._not_finite(ids, answer):
+            return {"bad": bad}, {}
         heard = torch.tensor([k for k, yes in enumerate(meta["answering"]) if yes], dtype=torch.int64)
         sent = answer.sent if len(heard) == len(ids) else tree.take(answer.sent, heard)
         names = [ids[k] for k in heard.tolist()]
-        for k, (i, w) in enumerate(zip(names, sent.weight.tolist())):
-            n, who, bound = len(self.data.train[i]), f"client {i}", able.weight_bound
-            wire.check_upload({}, w, who=who, declared={}, kind=able.weight, examples=n, bound=bound)
-            wire.check_weights(tree.take(sent.weights, k), who=who, bound=bound)
+        self._check_weights(names, sent)
         sizes = wire.count(sent.parts)
         sizes |= {k: int(v[heard].sum()) for k, v in answer.coded.items()}
         facts = {"bad": [], "answered": names, "bytes": sizes, "measured": [], "cut": [], "held": False}
@@ -517,6 +513,21 @@ class LocalTransport:
         total = partial_sum(able, sent, broadcast["shared"], capacity)
         facts["weights"] = sent.weight.tolist()
         return facts, {**self._left(meta, answer.rows), "total": total, "each": sent.each}
+
+    def _not_finite(self, ids: list[int], answer: Answer) -> list[int]:
+        """Clients of a chunk that made NaN or infinity."""
+        if tree.all_finite(answer.rows) and tree.all_finite(answer.sent):
+            return []
+        parts = [(i, tree.take((answer.rows, answer.sent), k)) for k, i in enumerate(ids)]
+        return [i for i, part in parts if not tree.all_finite(part)]
+
+    def _check_weights(self, ids: list[int], sent: Sent) -> None:
+        """Refuse weights of a chunk's uploads that are not what the method declares."""
+        able = self.engine.able
+        for k, (i, w) in enumerate(zip(ids, sent.weight.tolist())):
+            n, who, bound = len(self.data.train[i]), f"client {i}", able.weight_bound
+            wire.check_upload({}, w, who=who, declared={}, kind=able.weight, examples=n, bound=bound)
+            wire.check_weights(tree.take(sent.weights, k), who=who, bound=bound)
 
     def _arrived(self, t: int, ids: list[int], sent: Sent, shared: Tree, own: Tree) -> Sent:
         """Uploads of a chunk as they reach the server: as they were sent, unless a study lets some clients lie."""

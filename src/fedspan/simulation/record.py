@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -54,6 +54,7 @@ class Progress:
     usual: list[Values] = field(default_factory=list)  # recent norms and weights, for the defence
     deployed: dict[str, Any] = field(default_factory=dict)  # what the server of a deployment knows of its nodes
     own: dict[str, Any] = field(default_factory=dict)  # measures of the models clients had after their last training
+    timeline: dict[str, Any] = field(default_factory=dict)  # of an asynchronous run: the time, and who trains
 
     @property
     def totals(self) -> dict[str, int]:
@@ -68,11 +69,13 @@ class Record:
         config: the configuration as it is kept with the results, with what else decides the numbers.
         clients: whether the clients' private states are here too; in a deployment they never are.
         defence: how uploads are judged; not at all if not given.
+        when: what decides in an asynchronous run when clients train; nothing in synchronous rounds.
 
     Attributes:
         levels: of every client the capacities it may have in some round, what it can afford first.
         capacities: all of them, once each.
         news: announcements that some client may still have to hear, by number; only in a deployment.
+        flights: what clients that train have made of it, by client, until it arrives; only in an asynchronous run.
     """
 
     def __init__(
@@ -87,9 +90,11 @@ class Record:
         read_only: bool = False,
         clients: bool = True,
         defence: Defence | None = None,
+        when: Mapping[str, Any] | None = None,
     ) -> None:
         self.defence = defence or Defence()
         self.news: dict[str, Tree] = {}
+        self.flights: dict[str, Tree] = {}
         self.settings, self.out, self.federation, self.read_only = settings, out, federation, read_only
         self._level = engine.able.ranked.level
         self.levels: list[Sequence[Capacity]] = [
@@ -112,6 +117,7 @@ class Record:
                 data=data_digest(engine.data),
                 model={"fingerprint": engine.task.fingerprint()},
                 **({"defence": asdict(self.defence)} if self.defence.on else {}),
+                **(when or {}),
             )
             self.directory = RunDirectory(out / "checkpoints", decides, read_only=read_only)
             try:
@@ -152,7 +158,7 @@ class Record:
             for c, rows in zip(self.stores, loaded.rows):
                 self.stores[c].restore(rows)
             self.server, self.common = loaded.server["server"], loaded.server["common"]
-            self.news = loaded.server.get("news", {})
+            self.news, self.flights = loaded.server.get("news", {}), loaded.server.get("flights", {})
             e = {**loaded.extra, "bytes": Ledger.from_json(loaded.extra["bytes"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)
@@ -182,10 +188,12 @@ class Record:
         if self.history is not None:
             self.history.save(self.out)
         p = {**vars(self.progress), "bytes": self.progress.bytes.to_json()}
-        if not p["own"]:
-            del p["own"]
+        for some in ("own", "timeline"):
+            if not p[some]:
+                del p[some]
         done = p.pop("round")
-        state = {"server": self.server, "common": self.common, **({"news": self.news} if self.news else {})}
+        few = {"news": self.news, "flights": self.flights}
+        state = {"server": self.server, "common": self.common, **{k: v for k, v in few.items() if v}}
         self.directory.save(done, state, list(self.stores.values()), p, length)
         self._saved_at = time.monotonic()
 

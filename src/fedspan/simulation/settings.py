@@ -95,8 +95,12 @@ def sample(clients: int, settings: Settings, seed: int, t: int) -> list[int]:
     rng = generator(seed, "sample", t)
     if settings.sampling == "bernoulli":
         return np.flatnonzero(rng.random(clients) < settings.participation).tolist()
-    size = max(1, round(settings.participation * clients))
-    return sorted(rng.choice(clients, size, replace=False).tolist())
+    return sorted(rng.choice(clients, cohort(clients, settings), replace=False).tolist())
+
+
+def cohort(clients: int, settings: Settings) -> int:
+    """How many clients the share that is asked in a round comes to."""
+    return max(1, round(settings.participation * clients))
 
 
 def dropped(sampled: list[int], settings: Settings, seed: int, t: int) -> set[int]:

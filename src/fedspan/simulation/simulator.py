@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,8 @@ from fedspan.method.fields import flat
 from fedspan.methods import name_of
 from fedspan.randomness import key
 from fedspan.simulation import warnings
+from fedspan.simulation.asynchronous.asynchronous_transport import AsynchronousTransport, check_run
+from fedspan.simulation.asynchronous.timeline import Asynchronous
 from fedspan.simulation.defence import Defence
 from fedspan.simulation.devices import Devices
 from fedspan.simulation.driver import Line, OnRound, RoundDriver
@@ -57,6 +60,7 @@ class Simulation(RoundDriver):
         devices: what clients would compute with; rounds are then timed as if on them (`clock` in the history).
         evaluate: metrics, and which models are judged, as `EvaluationSettings` or its fields.
         defence: how uploads are judged; not at all if not given.
+        asynchronous: how clients train without waiting for one another; in synchronous rounds if not given.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Simulation(RoundDriver):
         devices: Devices | None = None,
         evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
         defence: Defence | None = None,
+        asynchronous: Asynchronous | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -95,11 +100,20 @@ class Simulation(RoundDriver):
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
         config = config or {"method": {"name": name_of(method), **flat(method)}, "rounds": rounds}
+        when: dict[str, Any] = {}
+        if asynchronous is not None:
+            devices = devices or Devices()
+            check_run(asynchronous, engine, s, devices, defence)
+            when = {"asynchronous": asdict(asynchronous), "devices": asdict(devices)}
         record = Record(
-            engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence
+            engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence, when=when
         )
         rest: dict[str, Any] = {"rounds": rounds, "config": config}
-        super().__init__(engine, record, LocalTransport(engine, record, devices, rounds=rounds), **rest)
+        self.devices, self.asynchronous = devices, asynchronous
+        transport = LocalTransport(engine, record, devices, rounds=rounds)
+        if asynchronous is not None and devices is not None:
+            transport = AsynchronousTransport(engine, record, devices, asynchronous, rounds=rounds)
+        super().__init__(engine, record, transport, **rest)
         if not read_only and out is not None and data.preprocessing is not None:
             data.preprocessing.write(out)  # so that later rows can be prepared as these were
         if not read_only:
@@ -110,6 +124,11 @@ class Simulation(RoundDriver):
 
     def _undisturbed(self) -> AbstractContextManager[list[bool]]:
         return _finish_first()
+
+    def _sampled(self, t: int) -> Sequence[int]:
+        if isinstance(self.transport, AsynchronousTransport):
+            return [flight.client for flight in self.transport.events(t).started]
+        return super()._sampled(t)
 
     def _stepped(self, line: Line) -> None:
         """Tell once that the losses have exploded; the note stays with the run."""
@@ -156,6 +175,8 @@ def simulate(
     on_round: OnRound | None = None,
     evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
     defence: Defence | None = None,
+    devices: Devices | None = None,
+    asynchronous: Asynchronous | None = None,
     **settings: Any,
 ) -> Result:
     """Simulate a federation on this machine.
@@ -168,6 +189,10 @@ def simulate(
         evaluate: what is measured beside loss and accuracy, e.g. `{"metrics": ["roc_auc", my_metric]}`; see
             `EvaluationSettings`.
         defence: how uploads are judged, e.g. `Defence(rule="clip")`; not at all if not given.
+        devices: what clients would compute with, e.g. `Devices(gflops=(1.0, 0.1), mbps=(10.0,))`; rounds are then timed
+            as if on them.
+        asynchronous: how clients train without waiting for one another, e.g. `Asynchronous(buffer=10)`; needs
+            `devices`. In synchronous rounds if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else federate(clients, seed=seed)
@@ -178,7 +203,7 @@ def simulate(
         model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)
     path = None if out is None else Path(out)
     more: dict[str, Any] = {"settings": chosen, "out": path, "fresh": fresh, "evaluate": evaluate}
-    more["defence"] = defence
+    more |= {"defence": defence, "devices": devices, "asynchronous": asynchronous}
     sim = Simulation(method, model, data, rounds=rounds, seed=seed, **more)
     return sim.run(on_round)
 

@@ -121,11 +121,17 @@ def in_order(ids: Sequence[int], sizes: Mapping[int, int]) -> list[int]:
 
 def partial_sum(able: Abilities, sent: Sent, shared: Tree, capacity: Capacity) -> Tree:
     """Σ w·lift(mean) over stacked uploads of one capacity, and Σ w of parts with weights of their own."""
-    lifted, lifts = sent.mean, able.lifts
-    if lifts is not None and len(sent.weight):
-        lifted = torch.func.vmap(lambda mean: lifts.lift(mean, shared, capacity))(lifted)
-    sums, totals = sums_by_part(lifted, sent.weight, sent.weights, keep_factors=True)
+    sums, totals = sums_by_part(lifted(able, sent, shared, capacity), sent.weight, sent.weights, keep_factors=True)
     return {"sums": sums, "totals": totals}
+
+
+def lifted(able: Abilities, sent: Sent, shared: Tree, capacity: Capacity) -> Tree:
+    """What the server averages of stacked uploads of one capacity: `lift(mean)` of each."""
+    lifts = able.lifts
+    if lifts is None or not len(sent.weight):
+        return sent.mean
+    found: Tree = torch.func.vmap(lambda mean: lifts.lift(mean, shared, capacity))(sent.mean)
+    return found
 
 
 def stacked(sent: Sent) -> Sent:

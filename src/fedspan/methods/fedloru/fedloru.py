@@ -157,3 +157,6 @@ class FedLoRU(Averaging, Announces, AdaptedModel, ObservedFactors):
             return None
         added: Tree = server["last"]["added"]
         return added  # line 336
+
+    def silent(self) -> bool:
+        return self.tau is None

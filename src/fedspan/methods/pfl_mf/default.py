@@ -228,6 +228,9 @@ class PflMf(Averaging, InSubspace, Announces, Lifts, Adapts, Cautions):
             return None
         return {"map": server["map"]}
 
+    def silent(self) -> bool:
+        return not self.moves
+
     def hear(self, common: Tree, news: Tree) -> Tree:
         """Add the map to those so far."""
         return {"maps": announced(common["maps"], news["map"])}

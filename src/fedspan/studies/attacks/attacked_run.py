@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fedspan import tree
 from fedspan.config import RunConfig, assemble
 from fedspan.data.federated import FederatedData, Index
-from fedspan.errors import Divergence
+from fedspan.errors import ConfigError, Divergence
 from fedspan.method import Sent
 from fedspan.randomness import generator, key
 from fedspan.simulation.defence import Defence, downloads
@@ -101,7 +101,13 @@ class AttackJob:
 def attack_jobs(
     config: RunConfig, methods: Iterable[str], attacks: Iterable[str], defences: Iterable[Defence], seeds: Iterable[int]
 ) -> list[AttackJob]:
-    """All runs of a study; the fields of every method come from the file."""
+    """All runs of a study; the fields of every method come from the file.
+
+    Raises:
+        ConfigError: if the file asks for asynchronous rounds.
+    """
+    if config.asynchronous is not None:
+        raise ConfigError("attack: rounds must be synchronous. Got [asynchronous]; leave it out.")
     compared, seeds, defences = list(methods), list(seeds), list(defences)
     chosen = [find_attack(name) for name in attacks]
     resolved = [config.resolve(m, compared, s) for m in compared for s in seeds]

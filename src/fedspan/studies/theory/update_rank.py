@@ -50,6 +50,8 @@ def run(simulation: Simulation) -> Outcome:
         seed=simulation.seed,
         settings=settings,
         defence=simulation.record.defence,
+        devices=simulation.devices,
+        asynchronous=simulation.asynchronous,
     )
     start = simulation.task.init()
     names = [part(k, "weight") for k in structured(again.engine.model(again.capacity[0]).module)]
