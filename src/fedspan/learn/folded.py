@@ -76,6 +76,22 @@ def wrapped(t: Tensor) -> Tensor:
     return result
 
 
+def stacked(f: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """`f` for one client, written for stacks of tensors [C, …]: where clients are mapped it runs once for all of them.
+
+    A computation of many small steps then costs what its operations do, and not what vmap takes for each of them.
+    """
+    depth = functorch.get_dynamic_layer_stack_depth()
+    by_hand = depth == 1 and functorch.peek_interpreter_stack().key() == functorch.TransformType.Vmap
+    held = [unwrapped(t) for t in given] if by_hand else []
+    sizes = [len(t) for t, own in held if own]
+    if not sizes:
+        return f(*(t[None] for t in given))[0]
+    with mapped_by_hand():
+        found = f(*(t if own else t.expand(sizes[0], *t.shape) for t, own in held))
+    return wrapped(found)
+
+
 # ---------------------------------------------------------------------------------------------------- rows
 
 
@@ -336,6 +352,8 @@ class _Unit(nn.Module):
         if any(not batched for _, batched in given.values()) or len(given) < (1 if self.layer.bias is None else 2):
             return self._mapped(x, given)
         weight, bias = given["weight"][0], given["bias"][0] if "bias" in given else None
+        if not torch.is_grad_enabled():
+            weight = weight.contiguous()  # oneDNN takes a hundred times as long where clients lie side by side
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = _Product.apply(rows, weight, bias, self.now.layout)  # type: ignore[no-untyped-call]
         return out.view(*x.shape[:-1], weight.shape[1])
@@ -427,6 +445,16 @@ class Folded:
             out, _ = self._run(held, layout.take(x), layout, None, memory)
             means = rows.means(loss(out, layout.take(y)), layout)
         return wrapped(means)
+
+    def inputs_of(self, params: Mapping[str, Tensor], rows: FoldedRows, layer: str, memory: Layout) -> Tensor:
+        """What goes into a layer for the examples of a minibatch; some other example's where a slot is empty."""
+        held, (x, _) = {k: unwrapped(v) for k, v in params.items()}, unwrapped(rows.x)
+        with mapped_by_hand():
+            layout = rows.layout(self.parameters, self.units)
+            seen = self._run(held, layout.take(x), layout, layer, memory)[1]
+            assert seen is not None
+            slots = layout.put(seen)
+        return wrapped(slots)
 
     def _run(
         self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: PackedClients, layer: str | None, memory: Layout
