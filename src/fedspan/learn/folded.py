@@ -24,11 +24,12 @@ from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
+from torch.nn.utils import stateless
 
 from fedspan.learn.layout import Layout
 from fedspan.learn.losses import outputs_of
 from fedspan.learn.precision import is_autocast
-from fedspan.learn.products import affine, linear, subtract_product, times
+from fedspan.learn.products import affine, linear, product, subtract_product, times
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
 
@@ -316,6 +317,78 @@ class _Pass:
     params: dict[str, tuple[Tensor, bool]]
 
 
+class _Common(torch.autograd.Function):
+    """x Wᵀ + b with a weight and bias that all clients have in common, which are constants."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return product(grads[0], weight), None, None
+
+
+class OwnParameters:
+    """What a layer computes with where clients are folded: parameters by name, and products of rows with weights.
+
+    A parameter has a client axis, [C, …], unless all clients have it in common.
+    """
+
+    def __init__(self, layer: nn.Module, given: Mapping[str, tuple[Tensor, bool]], layout: PackedClients) -> None:
+        self._layer, self._given, self._layout = layer, given, layout
+
+    def __getitem__(self, name: str) -> Tensor:
+        value: Tensor = self._given[name][0] if name in self._given else getattr(self._layer, name).detach()
+        return value
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The parameter `bias`, if the layer has one."""
+        return None if self._layer.bias is None else self["bias"]
+
+    def composed(self, compose: Callable[[], Tensor]) -> Tensor:
+        """What a function of the layer that takes nothing but its parameters gives for each client."""
+        dims = {k: 0 if own else None for k, (_, own) in self._given.items()}
+
+        def one(params: dict[str, Tensor]) -> Tensor:
+            with stateless._reparametrize_module(self._layer, params):
+                return compose()
+
+        found: Tensor = vmap(one, in_dims=(dims,))({k: v for k, (v, _) in self._given.items()})
+        return found
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b, each row with the weight and bias of its client; those without a client axis are all clients'."""
+        rows = x.reshape(-1, x.shape[-1])
+        if weight.ndim == 2:
+            if is_autocast(rows):
+                out = F.linear(rows, weight)
+            else:
+                out = _Common.apply(rows, weight, None)  # type: ignore[no-untyped-call]
+            if bias is not None:
+                out = out + (bias if bias.ndim == 1 else self._of_rows(bias, len(rows)))
+        else:
+            if bias is not None and bias.ndim == 1:
+                bias = bias.expand(self._layout.clients, -1)
+            out = _Product.apply(rows, weight, bias, self._layout)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], weight.shape[-2])
+
+    def _of_rows(self, values: Tensor, rows: int) -> Tensor:
+        """Values [C, …] of the client of each row."""
+        return values.index_select(0, self._layout.client.repeat_interleave(rows // self._layout.rows))
+
+
+class FoldableLayer(nn.Module):
+    """Base of layers that say themselves how many clients are computed at once."""
+
+    def folded(self, x: Tensor, own: OwnParameters) -> Tensor | None:
+        """The layer with the parameters of each row's client; None: it is to be mapped like any other layer."""
+        return None
+
+
 class _Unit(nn.Module):
     """A layer with parameters of its own, run with those of each client."""
 
@@ -332,6 +405,10 @@ class _Unit(nn.Module):
                 return linear(x, common.get("weight", self.layer.weight), common.get("bias", self.layer.bias))
             out: Tensor = functional_call(self.layer, common, (x,))
             return out
+        if isinstance(self.layer, FoldableLayer) and not self.apart:
+            found = self.layer.folded(x, OwnParameters(self.layer, given, self.now.layout))
+            if found is not None:
+                return found
         return _RUN.get(type(self.layer), _Unit._mapped)(self, x, given)
 
     def _all(self, given: Mapping[str, tuple[Tensor, bool]], name: str) -> Tensor | None:
@@ -398,8 +475,9 @@ _RUN: dict[type[nn.Module], Run] = {
 class Folded:
     """A copy of a module whose layers take the parameters of many clients at once.
 
-    A layer of a known kind (linear, convolution, normalisation) is computed with a client axis; any other module that
-    holds parameters itself is mapped by a `vmap` of its own; what holds none sees one larger batch.
+    A layer of a known kind (linear, convolution, normalisation), and one that says itself how it is folded, is computed
+    with a client axis; any other module that holds parameters itself is mapped by a `vmap` of its own; what holds none
+    sees one larger batch.
     """
 
     def __init__(self, module: nn.Module, keyed: type[nn.Module]) -> None:
