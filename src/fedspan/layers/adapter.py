@@ -89,7 +89,7 @@ class Adapter(Structured):
         """The layer with each client's factors; W is one product for all of them where they have it in common."""
         if self.convolution:
             return None
-        added = bool(self.factors) and not self.beside["A"] or self.own and not self.beside["L"]
+        added = (bool(self.factors) and not self.beside["A"]) or (self.own and not self.beside["L"])
         weight, bias = own.composed(lambda: self._base(added=False)) if added else own["weight"], own.bias
         pairs = [(self.alpha, "A", "B")] if self.beside["A"] else []
         pairs += [(self.own_alpha, "L", "U")] if self.beside["L"] else []
