@@ -524,15 +524,20 @@ class Folded:
             means = rows.means(loss(out, layout.take(y)), layout)
         return wrapped(means)
 
-    def inputs_of(self, params: Mapping[str, Tensor], rows: FoldedRows, layer: str, memory: Layout) -> Tensor:
-        """What goes into a layer for the examples of a minibatch; some other example's where a slot is empty."""
+    def with_inputs(
+        self, params: Mapping[str, Tensor], rows: FoldedRows, layer: str, memory: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into a layer for the examples of a minibatch, and the outputs.
+
+        A slot without an example holds some other one's.
+        """
         held, (x, _) = {k: unwrapped(v) for k, v in params.items()}, unwrapped(rows.x)
         with mapped_by_hand():
             layout = rows.layout(self.parameters, self.units)
-            seen = self._run(held, layout.take(x), layout, layer, memory)[1]
+            out, seen = self._run(held, layout.take(x), layout, layer, memory)
             assert seen is not None
-            slots = layout.put(seen)
-        return wrapped(slots)
+            slots = [layout.put(t) for t in (seen, out)]
+        return wrapped(slots[0]), wrapped(slots[1])
 
     def _run(
         self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: PackedClients, layer: str | None, memory: Layout

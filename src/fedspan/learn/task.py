@@ -431,15 +431,23 @@ class Task:
 
     def features_of(self, params: Params, batch: Batch) -> Tensor:
         """The head's input for each slot of a batch; anything finite where one is empty."""
-        rows = batch.folded if params else None
-        if rows is None or (folded := self._folded(self._eval)) is None:
-            return self.features(params, batch.x)
-        self.need_head()
-        return folded.inputs_of(params, rows, self._head_module, self.layout)
+        found = self._of_rows(self._eval, params, batch)
+        return self.features(params, batch.x) if found is None else found[0]
 
     def features_and_output(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The head's input and the outputs in training mode, from one pass."""
+        """The head's input and the outputs in training mode, from one pass; anything finite where a slot is empty."""
+        found = self._of_rows(self.module, params, batch)
+        if found is not None:
+            return found
         return self._with_features(self.module, params, batch.x, batch.key if self._dropouts else None)
+
+    def _of_rows(self, module: nn.Module, params: Params, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Features and outputs where clients are folded, from a pass over the examples without the empty slots."""
+        rows = batch.folded if params and self.need_head() and not is_bf16() else None
+        if rows is None or (folded := self._folded(module)) is None:
+            return None
+        held = self._with_keys(params, batch.key) if self._dropouts and module.training else params
+        return folded.with_inputs(held, rows, self._head_module, self.layout)
 
     def _with_features(
         self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None
