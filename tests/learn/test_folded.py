@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from conftest import assert_close, make_data, make_task
 from fedspan import tree
 from fedspan.learn import folded
 from fedspan.learn.batches import Batch, Batches
-from fedspan.learn.folded import folding
+from fedspan.learn.folded import folding, stacked
 from fedspan.learn.sgd import Loss, Near, adamw, gradient_and_value, mean_gradient, sgd
 from fedspan.learn.task import Task
 from fedspan.randomness import key
@@ -263,3 +264,70 @@ def test_a_step_taken_too_early_is_caught(kind: str, name: str, monkeypatch: pyt
     monkeypatch.setattr(folded, "_mark_steps", always)
     with pytest.raises((AssertionError, RuntimeError)):
         assert_close(*both_ways(kind, lambda task, p, b: sgd(LOSSES[name](task), p, b, 0.2)))
+
+
+def test_a_stream_as_one_batch_has_its_empty_slots_at_the_end() -> None:
+    def seen(task: Task, p: Params, b: Batches) -> Tree:
+        whole = b.whole()
+        order = torch.arange(1, len(whole.y) + 1) * whole.w
+        features = task.features_of(p, whole) * whole.w[:, None]
+        return {
+            "n": b.examples,
+            "x": order @ whole.x,
+            "y": (order * whole.y).sum(),
+            "features": order @ features,
+            "loss": task.loss(p, whole),
+            "slope": tree.ravel(gradient_and_value(task.loss, p, whole)[0]),
+        }
+
+    together, alone = both_ways("mlp", seen)
+    assert_close(together, alone)
+
+    def width(at: Tensor) -> Tensor:
+        return Batches(torch.ones(40, 2), torch.zeros(40).long(), at, key(1), mapped=True).whole().w
+
+    rows = torch.full((2, 3, 4), -1)
+    rows[0, 0, :3], rows[0, 2, :2], rows[1, 1, :1] = torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6])
+    with folding():
+        assert vmap(width)(rows).tolist() == [[1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "normed"])
+@pytest.mark.parametrize("how", ["alone", "vmap", "folded"])
+def test_outputs_of_many_heads(kind: str, how: str) -> None:
+    task, x, _, _, starts = setting(kind)
+    heads = {k: torch.randn(6, *task.init()[k].shape, dtype=torch.float64) for k in task.head}
+
+    def found(p: Params, examples: Tensor) -> Tensor:
+        return task.outputs_of_heads(heads, task.features(p, examples))
+
+    if how == "alone":
+        got = torch.stack([found(tree.take(starts, c), x[c : c + 7]) for c in range(CLIENTS)])
+    else:
+        with folding() if how == "folded" else nullcontext():
+            got = vmap(found)(starts, torch.stack([x[c : c + 7] for c in range(CLIENTS)]))
+    for c in range(CLIENTS):
+        h = task.features(tree.take(starts, c), x[c : c + 7])
+        for j in range(6):
+            expected = task.from_features(tree.take(heads, j), h)
+            assert_close({"z": got[c, j]}, {"z": expected.movedim(0, -1).detach()})
+
+
+@pytest.mark.parametrize("how", ["alone", "vmap", "folded", "twice"])
+def test_what_is_written_for_stacks_serves_one_client(how: str) -> None:
+    shapes = list[tuple[int, ...]]()
+
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        shapes.append(tuple(a.shape))
+        return torch.bmm(a, b)
+
+    a, b = torch.randn(5, 2, 3), torch.randn(3, 4)
+    if how == "alone":
+        got = torch.stack([stacked(f, one, b) for one in a])
+    elif how == "twice":
+        got = vmap(vmap(lambda one: stacked(f, one, b)))(a[None])[0]
+    else:
+        with folding() if how == "folded" else nullcontext():
+            got = vmap(lambda one: stacked(f, one, b))(a)
+    assert torch.allclose(got, a @ b)
+    assert set(shapes) == {(1, 2, 3) if how in ("alone", "twice") else (5, 2, 3)}

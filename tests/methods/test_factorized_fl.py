@@ -349,6 +349,11 @@ def test_neighbours_and_weights() -> None:
     same = torch.ones(4, 4)
     assert neighbours(same, torch.ones(4, dtype=torch.bool), 2.0, 2)[3].tolist() == [1, 0, 0, 1]  # oneself first
     assert leading(torch.tensor([[1.0, 2.0, 2.0]]), 1).tolist() == [[0, 1, 0]]
+    levels = torch.randint(0, 4, (50, 9), generator=torch.Generator().manual_seed(0)).double()
+    levels[levels == 3] = -torch.inf
+    for count in range(11):
+        order = levels.argsort(dim=1, descending=True, stable=True)[:, :count]
+        assert torch.equal(leading(levels, count), torch.zeros(50, 9, dtype=torch.bool).scatter(1, order, True))
     big = softmax_weights(1e6 * sigma, found, 20.0)
     assert torch.isfinite(big).all() and float(big[2, 1]) == 0.0
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedspan.layers.base import Structured, kernel
 from fedspan.layers.views import Plain
+from fedspan.learn.folded import OwnParameters
 from fedspan.linalg import lowrank
 
 AdapterKind: TypeAlias = Literal["lora", "loha", "lokr"]
@@ -82,6 +83,24 @@ class Adapter(Structured):
             y = y + self.alpha * self.through(x, self.A, self.B)
         if self.beside["L"]:
             y = y + self.own_alpha * self.through(x, self.L, self.U)
+        return y
+
+    def folded(self, x: Tensor, own: OwnParameters) -> Tensor | None:
+        """The layer with each client's factors; W is one product for all of them where they have it in common."""
+        if self.convolution:
+            return None
+        added = (bool(self.factors) and not self.beside["A"]) or (self.own and not self.beside["L"])
+        weight, bias = own.composed(lambda: self._base(added=False)) if added else own["weight"], own.bias
+        pairs = [(self.alpha, "A", "B")] if self.beside["A"] else []
+        pairs += [(self.own_alpha, "L", "U")] if self.beside["L"] else []
+        parts = []
+        for scale, left, right in pairs:
+            inner = own.linear(x, own[right])
+            parts.append(own.linear(inner if scale == 1 else scale * inner, own[left], bias))
+            bias = None  # it goes with the first pair
+        y = own.linear(x, weight, bias)
+        for part in parts:
+            y = y + part
         return y
 
     def through(self, x: Tensor, A: Tensor, B: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedspan.layers.views import Plain
+from fedspan.learn.folded import FoldableLayer, OwnParameters
 
 
 def kernel(weight: Tensor) -> Tensor:
@@ -16,7 +17,7 @@ def kernel(weight: Tensor) -> Tensor:
     return weight.clone(memory_format=torch.contiguous_format)
 
 
-class Structured(nn.Module):
+class Structured(FoldableLayer):
     """Base of all structured layers: everything of `like` but its weight, which a subclass composes."""
 
     def __init__(self, like: Plain) -> None:
@@ -37,6 +38,10 @@ class Structured(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What the plain layer would do with the composed weight."""
         return self.apply_weight(x, self.compose())
+
+    def folded(self, x: Tensor, own: OwnParameters) -> Tensor | None:
+        """The layer with each client's composed weight."""
+        return None if self.convolution else own.linear(x, own.composed(self.compose), own.bias)
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
         """What the plain layer would do with this weight."""

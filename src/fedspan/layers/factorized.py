@@ -7,10 +7,12 @@ import warnings
 from typing import Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedspan.layers.base import Structured
 from fedspan.layers.views import LAYOUTS, Layout, Plain, matrix_dims
+from fedspan.learn.folded import OwnParameters
 
 MuStart: TypeAlias = Literal["zeros", "xavier", "dense"]
 
@@ -39,6 +41,7 @@ class Factorized(Structured):
                 f"Factorized: a matrix of {rows} x {columns} has at most rank {rank}; gamma = {gamma} is cut to that.",
                 stacklevel=2,
             )
+        self.apart = not self.convolution and 3 * rank * (rows + columns) < rows * columns
         self.u = nn.Parameter(like.weight.new_empty(rows, rank))
         self.v = nn.Parameter(like.weight.new_empty(rank, columns))
         self.mu = nn.Parameter(torch.empty_like(like.weight)) if mu else None
@@ -54,6 +57,20 @@ class Factorized(Structured):
 
     def compose(self) -> Tensor:
         return self.product() if self.mu is None else self.product() + self.mu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the plain layer would do with u v + μ; a linear layer of low rank never puts them together."""
+        if not self.apart:
+            return super().forward(x)
+        low = F.linear(F.linear(x, self.u.T), self.v.T, self.bias)
+        return low if self.mu is None else low + F.linear(x, self.mu)
+
+    def folded(self, x: Tensor, own: OwnParameters) -> Tensor | None:
+        """The layer with each client's factors and correction."""
+        if not self.apart:
+            return super().folded(x, own)
+        low = own.linear(own.linear(x, own["u"].mT), own["v"].mT, own.bias)
+        return low if self.mu is None else low + own.linear(x, own["mu"])
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

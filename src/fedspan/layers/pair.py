@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedspan.layers.base import Structured, kernel
 from fedspan.layers.views import Plain
+from fedspan.learn.folded import OwnParameters
 from fedspan.linalg import lowrank
 
 
@@ -33,6 +34,12 @@ class LowRank(Structured):
     def forward(self, x: Tensor) -> Tensor:
         """What the plain layer would do with U Vᵀ, at less cost where the rank is small."""
         return self.through(x) if self.apart else super().forward(x)
+
+    def folded(self, x: Tensor, own: OwnParameters) -> Tensor | None:
+        """The layer with each client's factors, one after the other where that costs less."""
+        if self.convolution or not self.apart:
+            return super().folded(x, own)
+        return own.linear(own.linear(x, own["V"].mT), own["U"], own.bias)
 
     def through(self, x: Tensor) -> Tensor:
         """The layer, one factor after the other."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError
-from fedspan.learn.folded import FoldedRows, is_folding, is_mapped, mapped_by_hand, unwrapped, wrapped
+from fedspan.learn.folded import FoldedRows, is_folding, is_mapped, mapped_by_hand, stacked, unwrapped, wrapped
 from fedspan.randomness import fold, generator
 from fedspan.tree import Inputs
 
@@ -212,12 +212,24 @@ class Batches:
         rows = torch.where(live[:, None], self.rows[turned], self.rows)
         return replace(self, rows=rows)
 
+    @property
+    def examples(self) -> Tensor:
+        """How many examples they hold together, each as often as it comes."""
+        return (self.rows >= 0).sum()
+
     def whole(self) -> Batch:
         """All of them as one batch."""
         row = self.rows.reshape(-1)
         if self._foldable:
-            return replace(next(self._fetch_folded(row[None])), rows=None)  # it may have empty slots in between
+            return next(self._fetch_folded(stacked(_filled_first, row)[None]))
         return self._fetch(row if self.mapped else row[row >= 0], 0)
+
+
+def _filled_first(rows: Tensor) -> Tensor:
+    """Rows [C, n] with their empty slots at the end, no wider than the fullest."""
+    empty = rows < 0
+    width = max(1, int((~empty).sum(1).max()))
+    return rows.gather(1, empty.to(torch.int8).argsort(dim=1, stable=True)[:, :width])
 
 
 def draw(

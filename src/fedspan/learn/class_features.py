@@ -43,6 +43,6 @@ def class_means(task: Task, params: Params, batches: Batches, matrix: Tensor) ->
     with torch.no_grad():
         for batch in batches:
             member = members(batch, len(matrix), matrix.dtype)
-            total = total + member.T @ task.features(params, batch.x)
+            total = total + member.T @ task.features_of(params, batch)
             count = count + member.sum(0)
     return total / count.clamp_min(1)[:, None], count

@@ -24,11 +24,12 @@ from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
+from torch.nn.utils import stateless
 
 from fedspan.learn.layout import Layout
 from fedspan.learn.losses import outputs_of
 from fedspan.learn.precision import is_autocast
-from fedspan.learn.products import affine, linear, subtract_product, times
+from fedspan.learn.products import affine, linear, product, subtract_product, times
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
 
@@ -74,6 +75,22 @@ def wrapped(t: Tensor) -> Tensor:
     """A tensor whose first axis is the clients', as vmap hands it to a function of one client."""
     result: Tensor = functorch._add_batch_dim(t, 0, functorch.current_level())
     return result
+
+
+def stacked(f: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """`f` for one client, written for stacks of tensors [C, …]: where clients are mapped it runs once for all of them.
+
+    A computation of many small steps then costs what its operations do, and not what vmap takes for each of them.
+    """
+    depth = functorch.get_dynamic_layer_stack_depth()
+    by_hand = depth == 1 and functorch.peek_interpreter_stack().key() == functorch.TransformType.Vmap
+    held = [unwrapped(t) for t in given] if by_hand else []
+    sizes = [len(t) for t, own in held if own]
+    if not sizes:
+        return f(*(t[None] for t in given))[0]
+    with mapped_by_hand():
+        found = f(*(t if own else t.expand(sizes[0], *t.shape) for t, own in held))
+    return wrapped(found)
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -300,6 +317,78 @@ class _Pass:
     params: dict[str, tuple[Tensor, bool]]
 
 
+class _Common(torch.autograd.Function):
+    """x Wᵀ + b with a weight and bias that all clients have in common, which are constants."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return product(grads[0], weight), None, None
+
+
+class OwnParameters:
+    """What a layer computes with where clients are folded: parameters by name, and products of rows with weights.
+
+    A parameter has a client axis, [C, …], unless all clients have it in common.
+    """
+
+    def __init__(self, layer: nn.Module, given: Mapping[str, tuple[Tensor, bool]], layout: PackedClients) -> None:
+        self._layer, self._given, self._layout = layer, given, layout
+
+    def __getitem__(self, name: str) -> Tensor:
+        value: Tensor = self._given[name][0] if name in self._given else getattr(self._layer, name).detach()
+        return value
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The parameter `bias`, if the layer has one."""
+        return None if self._layer.bias is None else self["bias"]
+
+    def composed(self, compose: Callable[[], Tensor]) -> Tensor:
+        """What a function of the layer that takes nothing but its parameters gives for each client."""
+        dims = {k: 0 if own else None for k, (_, own) in self._given.items()}
+
+        def one(params: dict[str, Tensor]) -> Tensor:
+            with stateless._reparametrize_module(self._layer, params):
+                return compose()
+
+        found: Tensor = vmap(one, in_dims=(dims,))({k: v for k, (v, _) in self._given.items()})
+        return found
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b, each row with the weight and bias of its client; those without a client axis are all clients'."""
+        rows = x.reshape(-1, x.shape[-1])
+        if weight.ndim == 2:
+            if is_autocast(rows):
+                out = F.linear(rows, weight)
+            else:
+                out = _Common.apply(rows, weight, None)  # type: ignore[no-untyped-call]
+            if bias is not None:
+                out = out + (bias if bias.ndim == 1 else self._of_rows(bias, len(rows)))
+        else:
+            if bias is not None and bias.ndim == 1:
+                bias = bias.expand(self._layout.clients, -1)
+            out = _Product.apply(rows, weight, bias, self._layout)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], weight.shape[-2])
+
+    def _of_rows(self, values: Tensor, rows: int) -> Tensor:
+        """Values [C, …] of the client of each row."""
+        return values.index_select(0, self._layout.client.repeat_interleave(rows // self._layout.rows))
+
+
+class FoldableLayer(nn.Module):
+    """Base of layers that say themselves how many clients are computed at once."""
+
+    def folded(self, x: Tensor, own: OwnParameters) -> Tensor | None:
+        """The layer with the parameters of each row's client; None: it is to be mapped like any other layer."""
+        return None
+
+
 class _Unit(nn.Module):
     """A layer with parameters of its own, run with those of each client."""
 
@@ -316,6 +405,10 @@ class _Unit(nn.Module):
                 return linear(x, common.get("weight", self.layer.weight), common.get("bias", self.layer.bias))
             out: Tensor = functional_call(self.layer, common, (x,))
             return out
+        if isinstance(self.layer, FoldableLayer) and not self.apart:
+            found = self.layer.folded(x, OwnParameters(self.layer, given, self.now.layout))
+            if found is not None:
+                return found
         return _RUN.get(type(self.layer), _Unit._mapped)(self, x, given)
 
     def _all(self, given: Mapping[str, tuple[Tensor, bool]], name: str) -> Tensor | None:
@@ -336,6 +429,8 @@ class _Unit(nn.Module):
         if any(not batched for _, batched in given.values()) or len(given) < (1 if self.layer.bias is None else 2):
             return self._mapped(x, given)
         weight, bias = given["weight"][0], given["bias"][0] if "bias" in given else None
+        if not torch.is_grad_enabled():
+            weight = weight.contiguous()  # oneDNN takes a hundred times as long where clients lie side by side
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = _Product.apply(rows, weight, bias, self.now.layout)  # type: ignore[no-untyped-call]
         return out.view(*x.shape[:-1], weight.shape[1])
@@ -380,8 +475,9 @@ _RUN: dict[type[nn.Module], Run] = {
 class Folded:
     """A copy of a module whose layers take the parameters of many clients at once.
 
-    A layer of a known kind (linear, convolution, normalisation) is computed with a client axis; any other module that
-    holds parameters itself is mapped by a `vmap` of its own; what holds none sees one larger batch.
+    A layer of a known kind (linear, convolution, normalisation), and one that says itself how it is folded, is computed
+    with a client axis; any other module that holds parameters itself is mapped by a `vmap` of its own; what holds none
+    sees one larger batch.
     """
 
     def __init__(self, module: nn.Module, keyed: type[nn.Module]) -> None:
@@ -427,6 +523,21 @@ class Folded:
             out, _ = self._run(held, layout.take(x), layout, None, memory)
             means = rows.means(loss(out, layout.take(y)), layout)
         return wrapped(means)
+
+    def with_inputs(
+        self, params: Mapping[str, Tensor], rows: FoldedRows, layer: str, memory: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into a layer for the examples of a minibatch, and the outputs.
+
+        A slot without an example holds some other one's.
+        """
+        held, (x, _) = {k: unwrapped(v) for k, v in params.items()}, unwrapped(rows.x)
+        with mapped_by_hand():
+            layout = rows.layout(self.parameters, self.units)
+            out, seen = self._run(held, layout.take(x), layout, layer, memory)
+            assert seen is not None
+            slots = [layout.put(t) for t in (seen, out)]
+        return wrapped(slots[0]), wrapped(slots[1])
 
     def _run(
         self, held: dict[str, tuple[Tensor, bool]], x: Tensor, layout: PackedClients, layer: str | None, memory: Layout

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 LARGE = 2_500_000
 """Multiplications from which on a product is worth oneDNN's start."""
@@ -62,6 +63,15 @@ def times(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(_LINEAR(a, b.mT, None, "none", [], ""))
     else:
         torch.mm(a, b, out=out)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, of matrices or of stacks of them."""
+    if functorch.maybe_current_level() is not None or not _large(a, b.shape[-1]):
+        return a @ b
+    out = a.new_empty(*a.shape[:-1], b.shape[-1])
+    times(a, b, out)
+    return out
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

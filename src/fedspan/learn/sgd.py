@@ -269,8 +269,9 @@ def _train(
             for a in p:
                 a.requires_grad_(False)
             step(p, g, state, None)
+        everybody = not batch.mapped or (batch.rows is not None and batch.rows.all_live)
         for path, f in prox.items():
-            held[path].copy_(_if(batch.live if batch.mapped else None, f(held[path]), held[path]))
+            held[path].copy_(_if(None if everybody else batch.live, f(held[path]), held[path]))
     if not p:
         return params, []
     for path in flat.keys() - set(trained):

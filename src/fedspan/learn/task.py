@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, vmap
 
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batch
-from fedspan.learn.folded import Folded, is_folding, mapped_by_hand, run_watched
+from fedspan.learn.folded import Folded, is_folding, mapped_by_hand, run_watched, stacked
 from fedspan.learn.folded import fold as fold_clients
 from fedspan.learn.fused import Step, fuse
 from fedspan.learn.layout import Layout
@@ -39,6 +39,7 @@ from fedspan.learn.losses import (
     token_loss,
 )
 from fedspan.learn.precision import autocast, is_bf16
+from fedspan.learn.products import product
 from fedspan.randomness import fold, torch_seed, uniform
 from fedspan.tree import Inputs, Params, Tree
 
@@ -428,9 +429,25 @@ class Task:
         """The head's input."""
         return self._with_features(self.module if train else self._eval, params, x)[0]
 
+    def features_of(self, params: Params, batch: Batch) -> Tensor:
+        """The head's input for each slot of a batch; anything finite where one is empty."""
+        found = self._of_rows(self._eval, params, batch)
+        return self.features(params, batch.x) if found is None else found[0]
+
     def features_and_output(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The head's input and the outputs in training mode, from one pass."""
+        """The head's input and the outputs in training mode, from one pass; anything finite where a slot is empty."""
+        found = self._of_rows(self.module, params, batch)
+        if found is not None:
+            return found
         return self._with_features(self.module, params, batch.x, batch.key if self._dropouts else None)
+
+    def _of_rows(self, module: nn.Module, params: Params, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Features and outputs where clients are folded, from a pass over the examples without the empty slots."""
+        rows = batch.folded if params and self.need_head() and not is_bf16() else None
+        if rows is None or (folded := self._folded(module)) is None:
+            return None
+        held = self._with_keys(params, batch.key) if self._dropouts and module.training else params
+        return folded.with_inputs(held, rows, self._head_module, self.layout)
 
     def _with_features(
         self, module: nn.Module, params: Params, x: Inputs, key: Tensor | None = None
@@ -446,6 +463,19 @@ class Task:
         own = self.of_head(params)
         result: Tensor = functional_call(self._eval.get_submodule(self._head_module), own, (features,))
         return result
+
+    def outputs_of_heads(self, heads: Params, features: Tensor) -> Tensor:
+        """Outputs [r, classes, n] of r heads for the features of n examples; `heads` are stacks of their parameters.
+
+        For a linear head they are one product; they cannot be differentiated.
+        """
+        self.need_head()
+        own, module = self.of_head(heads), self._eval.get_submodule(self._head_module)
+        with torch.no_grad():
+            if type(module) is nn.Linear and features.ndim == 2 and len(own) == 1 + (module.bias is not None):
+                return stacked(_outputs_of_heads, *own.values(), features)
+            found: Tensor = vmap(lambda head: functional_call(module, head, (features,)))(own)
+        return found.movedim(1, -1)
 
     def head_alone(self, x: Inputs, mapped: bool = False) -> Task | None:
         """The head as a task of its own, whose inputs are features; seen on two examples when first asked for.
@@ -608,6 +638,14 @@ class Task:
         if not names:
             raise ConfigError(f"Task: no trainable parameter is called '{prefix}' or starts with '{prefix}.'.")
         return prefix, names
+
+
+def _outputs_of_heads(*given: Tensor) -> Tensor:
+    """Outputs [C, r, classes, n] for weights [C, r, classes, features], biases [C, r, classes] if any, and features."""
+    weight, *bias, features = given
+    C, r, classes, _ = weight.shape
+    out = product(weight.reshape(C, r * classes, -1), features.mT).view(C, r, classes, -1)
+    return out.add_(bias[0][..., None]) if bias else out
 
 
 def _all_of(y: Tensor) -> Tensor:

@@ -32,8 +32,11 @@ def neighbours(sigma: Tensor, allowed: Tensor, tau: float, at_least: int) -> Ten
 
 def leading(score: Tensor, count: int) -> Tensor:
     """A mask of the `count` largest entries of each row; of equal ones the first."""
-    order = score.argsort(dim=1, descending=True, stable=True)
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, order[:, :count], True)
+    if not 0 < count < score.shape[1]:
+        return torch.full_like(score, count > 0, dtype=torch.bool)
+    least = score.topk(count, dim=1).values[:, -1:]
+    above, level = score > least, score == least
+    return above | (level & (level.cumsum(1) <= count - above.sum(1, keepdim=True)))
 
 
 def softmax_weights(sigma: Tensor, member: Tensor, epsilon: float) -> Tensor:

@@ -48,7 +48,7 @@ class Penalty:
         t = lr * self.lam / (1 - momentum)
 
         def soft(x: Tensor) -> Tensor:
-            return torch.where(x.abs() > t, x - t * x.sign(), torch.zeros_like(x))
+            return x - x.clamp(-t, t)
 
         return dict.fromkeys(mus, soft)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedspan import tree
-from fedspan.learn.batches import All, Amount, Batches
+from fedspan.learn.batches import All, Amount, Batch, Batches
+from fedspan.learn.folded import stacked
 from fedspan.learn.optimizer import Optimizer
 from fedspan.learn.safeguard import shortened
 from fedspan.learn.sgd import mean_gradient
@@ -70,10 +72,10 @@ class CoefficientSolver:
         """Fit v on all examples: `names` are U v, `rest` is the model's rest, `head` says that U v is the head."""
         Q, L, back = subspace.gauge(U)
         like, start = tree.select(task.init(), names), v @ L
-        shrink = self.prior / stream.whole().w.sum().clamp_min(1)
+        shrink = self.prior / stream.examples.clamp_min(1).to(v.dtype)
         if head:
-            features = rest | tree.unravel(U @ v, like)
-            w = self._fit_head(task, Q, start, features, stream, like, shrink)
+            params = rest | tree.unravel(v @ U.T, like)
+            w = self._fit_head(task, Q, start, params, stream, like, shrink)
         else:
             loss = lambda q, b: task.loss(rest | tree.unravel(Q @ q, like), b)
 
@@ -96,40 +98,51 @@ class CoefficientSolver:
         """Fit w on cached features: one pass gives the outputs for every column of Q, and w needs only those."""
         batch, rate = stream.whole(), self._rate
         with torch.no_grad():
-            h = task.features(params, batch.x)
-            Z = vmap(lambda column: task.from_features(tree.unravel(column, like), h))(Q.T)  # [r, n, C]
-            share = (batch.w / batch.w.sum().clamp_min(1)).reshape(-1, *[1] * (Z.ndim - 2))
-            bound, P = task.curvature_bound(), torch.eye(len(w), dtype=w.dtype)
+            heads = vmap(lambda column: tree.unravel(column, like))(Q.T.contiguous())
+            Z = task.outputs_of_heads(heads, task.features_of(params, batch))  # [r, classes, n]: examples last
+            share = batch.w / batch.w.sum().clamp_min(1)
+            columns = Z.flatten(1)
+            bound, P = task.curvature_bound(), None
             if self.rule == "solve" and bound is not None:
-                P = subspace.inverse(bound * Z.flatten(1) @ (Z * share).flatten(1).T + shrink * P, self.ridge)
+                A = bound * columns @ (Z * share).flatten(1).T
+                P = subspace.inverse(A + shrink * torch.eye(len(w), dtype=w.dtype), self.ridge)
+
+            def outputs(u: Tensor) -> Tensor:
+                return (u @ columns).reshape(Z.shape[1:]).movedim(-1, 0)
+
             # A v that was never fitted, or long ago, can be worse than none: start from the better of the two.
             if self.rule == "solve" and rate and self.steps:
-                at_w, at_0 = (task.mean_loss(torch.tensordot(q, Z, 1), batch) for q in (w, 0 * w))
+                at_w, at_0 = (task.mean_loss(outputs(q), batch) for q in (w, 0 * w))
                 w = torch.where(at_0 < at_w, torch.zeros_like(w), w)
-
-            def descend(rate: float) -> Tensor:
-                if task.responds:
-                    return self._descend(task, Z.transpose(1, 2), w, P, batch.y, share.T, shrink, rate)
-                u = w
-                for _ in range(self.steps):
-                    residual = task.output_gradient(torch.tensordot(u, Z, 1), batch.y, batch.mask) * share
-                    u = u - rate * P @ (torch.tensordot(Z, residual, residual.ndim) + shrink * u)
-                return u
-
+            descend = self._descent(task, Z, w, P, batch, share, shrink)
             if not self.safeguard or not rate:
                 return descend(rate)
-            return shortened(descend, w, lambda u: task.mean_loss(torch.tensordot(u, Z, 1), batch), rate)
+            return shortened(descend, w, lambda u: task.mean_loss(outputs(u), batch), rate)
 
-    def _descend(
-        self, task: Task, Z: Tensor, w: Tensor, P: Tensor, y: Tensor, share: Tensor, shrink: Tensor, rate: float
-    ) -> Tensor:
-        """The steps of a classifier, examples last: a softmax over few classes is then as fast as the products."""
+    def _descent(
+        self, task: Task, Z: Tensor, w: Tensor, P: Tensor | None, batch: Batch, share: Tensor, shrink: Tensor
+    ) -> Callable[[float], Tensor]:
+        """Return the steps from w at a learning rate, preconditioned by P if there is one."""
         columns = Z.flatten(1)
-        asked = columns @ (task.target(Z[0].T, y).T * share).flatten()  # by the labels, the same in every step
-        for _ in range(self.steps):
-            slope = (w @ columns).reshape(Z.shape[1:]).softmax(0) * share
-            w = w - rate * P @ (columns @ slope.flatten() - asked + shrink * w)
-        return w
+        if not task.responds:
+            live = share.reshape(-1, *[1] * (Z.ndim - 2))
+
+            def descend(rate: float) -> Tensor:
+                u = w
+                for _ in range(self.steps):
+                    output = (u @ columns).reshape(Z.shape[1:]).movedim(-1, 0)
+                    residual = (task.output_gradient(output, batch.y, batch.mask) * live).movedim(0, -1)
+                    g = columns @ residual.flatten() + shrink * u
+                    u = u - rate * (g if P is None else P @ g)
+                return u
+
+            return descend
+        labels = task.target(Z[0].T, batch.y).T * share
+        # Each product reads the outputs in the order that suits it: with columns last a vector times a matrix is quick.
+        rows = columns.T.contiguous()
+        asked = labels.flatten() @ rows  # by the labels, the same in every step
+        given = (Z, rows, w, asked, share, shrink) if P is None else (Z, rows, w, asked, share, shrink, P)
+        return lambda rate: stacked(partial(_softmax_steps, self.steps, rate), *given)
 
     def cold(self, task: Task, head: bool) -> list[CoefficientSolver]:
         """Return the solvers a newcomer tries: one where the curvature is bounded, or one for every learning rate."""
@@ -137,6 +150,22 @@ class CoefficientSolver:
         if head and task.curvature_bound() is not None:
             return [replace(patient, rule="solve", lr=None)]
         return [replace(patient, rule="precondition", lr=rate) for rate in COLD_RATES]
+
+
+def _softmax_steps(steps: int, rate: float, *given: Tensor) -> Tensor:
+    """Gradient steps of softmax regressions in few unknowns w [C, r], whose outputs are w Z of Z [C, r, classes, n].
+
+    `rows` are Z as [C, classes · n, r], `asked` the part of the gradient that only labels enter. Examples are last, so
+    that a softmax over few classes is as fast as the products.
+    """
+    Z, rows, w, asked, share, shrink, *P = given
+    columns, w = Z.flatten(2), w[:, None]
+    minus, share, shrink = -asked[:, None], share[:, None], shrink[:, None, None]
+    for _ in range(steps):
+        slope = torch.bmm(w, columns).view(Z.shape[0], *Z.shape[2:]).softmax(1).mul_(share)
+        g = torch.baddbmm(minus, slope.view(len(Z), 1, -1), rows).add_(shrink * w)
+        w = torch.sub(w, g @ P[0].mT if P else g, alpha=rate)
+    return w[:, 0]
 
 
 class InSubspace(Observed, Onboards):
@@ -169,7 +198,7 @@ class InSubspace(Observed, Onboards):
 
     def compose(self, task: Task, rest: Params, U: Tensor, v: Tensor, visit: Visit) -> Params:
         """Return the model of a client, with statistics re-estimated on its own examples."""
-        params = rest | tree.unravel(U @ v, tree.select(task.init(), self.factorised(task)))  # θ_i = U v_i
+        params = rest | tree.unravel(v @ U.T, tree.select(task.init(), self.factorised(task)))  # θ_i = U v_i
         return task.estimate_statistics(params, visit["all"]) if task.stats else params
 
     def refit(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Params:

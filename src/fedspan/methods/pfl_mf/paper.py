@@ -87,4 +87,4 @@ class PflMfAlgorithm1(Averaging, Cautions):
         return {"U": server["U"] - round.mean["G"]}  # line 12: U ← U − (1/|S|) Σ η G_i, eq. (9)
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
-        return tree.unravel(down["U"] @ client["v"], task.init())  # θ_i = U v_i
+        return tree.unravel(client["v"] @ down["U"].T, task.init())  # θ_i = U v_i

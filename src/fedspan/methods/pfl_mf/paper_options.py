@@ -112,7 +112,7 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
         v = self.guarded_v(f, U, v_i, visit)  # eq. (8)
         at = v_i if self.g_at == "old" else v
         if self.trains_theta:
-            step, stats = self._train(f, at, U, stats, visit)
+            step, stats = self._train(task, like, at, U, stats, visit)
         else:
             step = self.rates(visit)[0] * mean_gradient(f, at @ U.T, visit["U"])
         sent: Tree = {"G": Outer(step, at)}  # η G_i = η ∇f_i(U v_i) v_iᵀ, eq. (7)
@@ -127,16 +127,25 @@ class PflMfPaper(PflMfAlgorithm1, InSubspace, Lifts, Adapts):
         return self.optimizer.guarded(train, v, lambda q, b: f(q @ U.T, b), visit["v"], eta_v, alone=True)
 
     def _train(
-        self, f: Callable[..., Tensor], v: Tensor, U: Tensor, stats: Params, visit: Visit
+        self, task: Task, like: Params, v: Tensor, U: Tensor, stats: Params, visit: Visit
     ) -> tuple[Tensor, Params]:
         """Train θ_i with v fixed: Σ η g over the steps, and the statistics after them.
 
-        θ = U v + s z with s = ‖v‖ for the literal step: K_U steps on U are steps of η‖v‖² on θ, exactly.
+        θ = U v + s z with s = ‖v‖ for the literal step: K_U steps on U are steps of η‖v‖² on θ, exactly. Where a step
+        is that of θ itself, parameters are trained as they are, and layers can take it inside their products.
         """
         literal, base = self.server_step == "literal", v @ U.T
+        if not literal and not self.optimizer.weight_decay:
+            begin: Tree = {"theta": tree.unravel(base, like), "stats": stats}
+            new = self.fit(lambda q, b: task.loss(q["stats"] | q["theta"], b), begin, visit["U"], self.rates(visit)[0])
+            return base - tree.ravel(new["theta"]), new["stats"]
         s = v.norm() if literal else 1.0
         start = {"z": torch.zeros_like(base), "stats": stats}
-        new = self.fit(lambda q, b: f(base + s * q["z"], b, q["stats"]), start, visit["U"], self.rates(visit)[0])
+
+        def f(q: Tree, batch: Batch) -> Tensor:
+            return task.loss(q["stats"] | tree.unravel(base + s * q["z"], like), batch)
+
+        new = self.fit(f, start, visit["U"], self.rates(visit)[0])
         step = -s * new["z"]
         return step / v.square().sum() if literal else step, new["stats"]
 
