@@ -81,7 +81,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         family="pfl-mf",
         reference="after Dadras, Stich and Yurtsever, TMLR 2025",
         secure_sum=lambda m: "yes" if m.wire == "full" else "with wire = 'full'",
-        discloses=Discloses(labels="set", model="whole", examples=True, resembles=True),
+        discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
     )
 
     lr: NonNegative = 1.0
@@ -252,10 +252,6 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
 
     def trained(self, down: Tree, sent: Sent, capacity: Capacity) -> Tree:
         return {**down, "phi": sent.mean["phi"], "mu": down["mu"] + sent.mean["e"]}
-
-    def personal_trained(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree | None:
-        whole: Tree = down["phi"] | tree.unravel(down["mu"], tree.select(task.init(), task.head))
-        return whole
 
     # ------------------------------------------------------------------------------------------------ curves
 
