@@ -84,9 +84,9 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         discloses=Discloses(labels="set", model="part", examples=True, resembles=True),
     )
 
-    lr: NonNegative = 1.0
-    """The clients' learning rate; gradients are clipped (`clip_norm`), which makes it safe."""
-    optimizer: Optimizer = Optimizer(clip=1.0)
+    lr: NonNegative = 2.0
+    """The clients' learning rate; gradients are clipped (`clip_norm`), which makes it safe without a safeguard."""
+    optimizer: Optimizer = Optimizer(clip=1.0, safeguard=False)
     """The clients' optimiser."""
     rank: AtLeast1 = 10
     """r, the most directions in which heads may differ; those that are not needed do no harm."""
