@@ -243,7 +243,7 @@ def loadings(Q: Tensor, s: Tensor) -> Tensor:
     return (c * p.sqrt())[:, None] * Q[:, :-1].T
 
 
-def clear_directions(s: Tensor, least: float = 1.5) -> int:
+def clear_directions(s: Tensor, least: float = 2.0) -> int:
     """How many deviations stand clear of the next one: where the largest ratio of neighbours is, if it is `least`."""
     live = s[s > NEW * s.max()].double()
     ratios = live[:-1] / live[1:]
