@@ -191,6 +191,16 @@ def test_soft_membership_at_its_limit_is_permuted_groups() -> None:
     assert len({(a, b) for (_, a), b in names.items()}) > 5, "groups differ"
 
 
+def test_clients_that_mix_two_of_four_groups() -> None:
+    data = partition(pictures(), "mixed-groups", 30, 2, groups=4, mixed=2, alpha=1e6)
+    m = data.membership
+    assert m is not None
+    assert ((m > 0).sum(1) == 2).all() and torch.allclose(m.max(1).values, torch.full((30,), 0.5).double(), atol=0.01)
+    assert (m > 0).any(0).all() and len(torch.unique(m > 0, dim=0)) > 3
+    every = partition(pictures(), "mixed-groups", 30, 2, groups=4).membership
+    assert torch.equal(partition(pictures(), "mixed-groups", 30, 2, groups=4, mixed=4).membership, every)  # type: ignore[arg-type]
+
+
 def test_the_picture_shows_who_mixes_what() -> None:
     text = text_picture(partition(pictures(), "mixed-groups", 6, 0, alpha=0.5, sizes="zipf:1"))
     assert "clients mix 3 groups; share of the main one" in text and "group" in text.splitlines()[0]
@@ -219,6 +229,8 @@ def test_the_picture_shows_who_mixes_what() -> None:
         ("shifted-groups", {"shifts": "blur:nan"}, "needs an amount"),
         ("shifted-groups", {"shifts": ["none"] * 5, "groups": 4}, "at most as many shifts as groups, 4. Got 5"),
         ("mixed-groups", {"permute": False}, "must differ"),
+        ("mixed-groups", {"groups": 3, "mixed": 4}, "mixed must be at most the number of groups, 3. Got 4"),
+        ("mixed-groups", {"mixed": 0}, "mixed must be an integer >= 1. Got 0"),
     ],
 )
 def test_bad_options_are_one_sentence(kind: str, options: dict[str, Any], says: str) -> None:

@@ -160,6 +160,8 @@ def test_plain_sgd(kind: str, name: str, layout: str) -> None:
 
 OPTIMIZERS: dict[str, Callable[[Task, Params, Batches], Tree]] = {
     "momentum": lambda t, p, b: sgd(t.loss, p, b, 0.2, momentum=0.9),
+    "clip": lambda t, p, b: sgd(t.loss, p, b, 0.2, clip=0.1),
+    "near-clip": lambda t, p, b: sgd(near(t), p, b, 0.2, momentum=0.9, clip=0.1),
     "decay": lambda t, p, b: sgd(t.loss, p, b, 0.2, weight_decay=0.1),
     "adamw": lambda t, p, b: adamw(t.loss, p, b, 0.05, weight_decay=0.1),
     "near-momentum": lambda t, p, b: sgd(near(t), p, b, 0.2, momentum=0.9),

@@ -33,7 +33,10 @@ FITS: dict[str, Callable[..., Tree]] = {
     "decay": lambda *a: sgd(*a, 0.1, weight_decay=0.05),
     "momentum": lambda *a: sgd(*a, 0.1, momentum=0.9),
     "both": lambda *a: sgd(*a, 0.1, momentum=0.9, weight_decay=0.05),
+    "clip": lambda *a: sgd(*a, 0.1, clip=0.3),
+    "clip both": lambda *a: sgd(*a, 0.1, momentum=0.9, weight_decay=0.05, clip=0.3),
     "adamw": lambda *a: adamw(*a, 0.01),
+    "adamw clip": lambda *a: adamw(*a, 0.01, clip=0.3),
     "adamw decay": lambda *a: adamw(*a, 0.01, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-6),
 }
 FIT = pytest.mark.parametrize("fit", FITS)
@@ -49,10 +52,21 @@ def optimiser(fit: str, params: list[Tensor]) -> torch.optim.Optimizer:
         "decay": lambda: torch.optim.SGD(params, 0.1, weight_decay=0.05),
         "momentum": lambda: torch.optim.SGD(params, 0.1, momentum=0.9),
         "both": lambda: torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.05),
+        "clip": lambda: torch.optim.SGD(params, 0.1),
+        "clip both": lambda: torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.05),
         "adamw": lambda: torch.optim.AdamW(params, 0.01, weight_decay=0.0),
+        "adamw clip": lambda: torch.optim.AdamW(params, 0.01, weight_decay=0.0),
         "adamw decay": lambda: torch.optim.AdamW(params, 0.01, weight_decay=0.3, betas=(0.8, 0.95), eps=1e-6),
     }
     return made[fit]()
+
+
+def cut_to(most: float, params: dict[str, Tensor]) -> None:
+    """Clip gradients by their common norm, exactly: torch's own function adds 1e-6 to it."""
+    size = float(torch.cat([p.grad.reshape(-1) for p in params.values() if p.grad is not None]).norm())
+    for p in params.values():
+        if p.grad is not None and size > most:
+            p.grad *= most / size
 
 
 @FIT
@@ -70,6 +84,8 @@ def test_mapped_loop_and_torch_optim_agree(fit: str) -> None:
                 steps.zero_grad()
                 out = torch.func.functional_call(task.module, params, (X[at],))
                 torch.nn.functional.cross_entropy(out, Y[at]).backward()
+                if "clip" in fit:
+                    cut_to(0.3, params)
                 steps.step()
         assert_close(looped, tree.detach(params))
         assert_close(tree.take(mapped, c), looped)
@@ -101,7 +117,7 @@ def test_a_loss_that_ignores_a_parameter_moves_it_only_by_decay(fit: str) -> Non
 
     looped = FITS[fit](loss, params, stream(RAGGED[0]))
     assert_close(looped, FITS[fit](loss, params, stream(RAGGED[0], True)))
-    assert torch.equal(looped["idle"], params["idle"]) == (fit in ("sgd", "momentum", "adamw"))
+    assert torch.equal(looped["idle"], params["idle"]) == (fit in ("sgd", "momentum", "clip", "adamw", "adamw clip"))
 
 
 def test_gradient_mapped_and_looped_agree() -> None:

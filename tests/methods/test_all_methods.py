@@ -75,6 +75,9 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
         "pfl-mf",
         {"rank": "auto", "rank_start": 4, "rank_round": 1, "rank_gap": 1.001, "gauge_every": 2, "refresh": True},
     ),
+    ("pfl-mf-adaptive", {"rank": 2, "score_every": 1, "lr": 0.3}),
+    ("pfl-mf-adaptive", {"rank": 4, "wire": "full", "score_every": 1, "freeze": 1, "momentum": 0.5, "lr": 0.1}),
+    ("pfl-mf-adaptive", {"kappa": (1.0,), "tau": (1.0,), "rank": 1, "cross_fit": 1.0, "weighting": "uniform"}),
     ("pfl-mf-paper", {"rank": 3, "v_scale": "1", "v_steps": 5}),
     ("pfl-mf-paper", {"rank": 2, "v_unit": "epoch", "g_at": "new", "wire": "full", "p": 0.5}),
     ("pfl-mf-paper", {"rank": 2, "u_update": "train", "u_steps": 2, "server_step": "literal", "lr_v": 0.3, "cycle": 3}),
@@ -140,7 +143,7 @@ CONVOLUTIONS = {
 }
 CONVOLUTIONS |= {"fedcollab", "pfl-mf", "pfl-mf-paper", "pfl-mf-joint", "amht-lrs", "lr-bpfl", "waffle", "prism"}
 CONVOLUTIONS |= {"factorized-fl-alpha", "factorized-fl-beta", "fedpara", "pfedpara", "fedloru", "mfedloru", "pfedloru"}
-CONVOLUTIONS |= {"pfedlora1", "fedhm", "fedlmt", "feddlr"}
+CONVOLUTIONS |= {"pfl-mf-adaptive", "pfedlora1", "fedhm", "fedlmt", "feddlr"}
 DROPOUT = {"local", "fedavg", "fedrep", "ditto", "per-fedavg", "fedfomo", "apfl", "l2gd", "flute", "fedkd", "fedproto"}
 DROPOUT |= {
     "pfedfda",
@@ -153,7 +156,7 @@ DROPOUT |= {
     "factorized-fl-alpha",
     "fedpara",
 }
-DROPOUT |= {"fedloru", "mfedloru", "pfedlora2", "fedhm", "prism"}
+DROPOUT |= {"pfl-mf-adaptive", "fedloru", "mfedloru", "pfedlora2", "fedhm", "prism"}
 FIRST = [TABLE.index(next(row for row in TABLE if row[0] == name)) for name in dict(TABLE)]
 
 
@@ -183,11 +186,14 @@ LATE = {
     "fedkd",
     "l2gd",
     "fedala",
+    "pfl-mf-adaptive",
 }
 
 
 # Methods that send an approximation of their model, so that it changes without any training.
 TRUNCATING = {"fedhm", "feddlr", "fedara", "fedara-star"}
+# Heads are fitted without a learning rate, so that their mean moves without any training.
+TRUNCATING |= {"pfl-mf-adaptive"}
 
 
 def test_every_registered_method_is_in_the_table() -> None:

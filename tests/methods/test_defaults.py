@@ -20,9 +20,10 @@ pytestmark = pytest.mark.slow
 LATE = {"fedcollab": {"distance_rounds": 2, "distance_hidden": 5}}
 """Methods whose models begin to train after some rounds, begun earlier."""
 OFTEN = {"fedavg", "ditto", "cfl", "pfedsim", "fedbabu", "pfl-mf", "pfl-mf-paper", "pfl-mf-joint", "pfedlora2"}
+OFTEN |= {"pfl-mf-adaptive"}
 """What is run before every commit; the others are marked `long`."""
 WILD = ["fedavg", "pfl-mf-paper", "pfedlora2", "fedrep", "pfedme", "per-fedavg", "pfl-mf", "pfl-mf-joint", "amht-lrs"]
-WILD += ["pfedpara", "pfedloru", "pfedlora1", "factorized-fl-beta", "fedkd", "fedas"]
+WILD += ["pfl-mf-adaptive", "pfedpara", "pfedloru", "pfedlora1", "factorized-fl-beta", "fedkd", "fedas"]
 
 
 def some_long(names: Iterable[str], often: Container[str]) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from conftest import make_data, make_task
 from fedspan import tree
 from fedspan.layers import plain_weights
-from fedspan.learn.batches import Amount, Epochs, Portion, Validation, draw
+from fedspan.learn.batches import All, Amount, Epochs, Portion, Validation, draw
 from fedspan.method.fields import build, flat
 from fedspan.methods import METHODS
 from fedspan.randomness import fold, generator, key, normal, uniform
@@ -247,6 +247,22 @@ def factor_noise(sim: Simulation) -> dict[str, Any]:
     return {"noise": {at: [drawn(fold(k, step)) for step in range(3 * EPOCHS)] for at, k in visits.items()}}
 
 
+def parts_of_examples(sim: Simulation) -> dict[str, Any]:
+    """Adaptive pFL-MF's parts of a client's examples: held out, kept, the halves of every round, and minibatches."""
+    method, found = sim.engine.method, {}
+    held: dict[str, Amount] = {"held": Validation(method.held_out, 4)} if method.chooses else {}
+    for whole in (False, True):
+        plan = {"train": Epochs(whole=whole), "half": All(method.cross_fit, whole), "kept": All()} | held
+        for t in range(1, ROUNDS + 1):
+            for i in range(sim.data.clients):
+                drawn, name = drawn_streams(sim, i, t, plan), "whole " if whole else ""
+                found.setdefault(f"{name}train", {})[t, i] = drawn["train"]
+                found.setdefault(f"{name}half", {})[t, i] = torch.cat(drawn["half"])
+                found.setdefault("kept", {})[i] = torch.cat(drawn["kept"])
+                found.setdefault("held", {})[i] = torch.cat(drawn.get("held") or [torch.empty(0, dtype=torch.int64)])
+    return {**found, "power": normal(key(0, "power"), (7,), torch.float64)}
+
+
 DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {
     "fedala": portions,
     "fedas": lambda sim: {"size": SIZE},
@@ -255,6 +271,7 @@ DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {
     "l2gd": coins,
     "lr-bpfl": mask_noise,
     "waffle": factor_noise,
+    "pfl-mf-adaptive": parts_of_examples,
     "prism": gumbel,
     **dict.fromkeys(("fedloru", "fedlora", "pfedloru", "mfedloru"), factors),
 }

@@ -46,6 +46,7 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     ("mfedloru", {"rank": 3, "ranks": (3, 1), "tau": 3}),
     ("factorized-fl-alpha", {"mu_start": "dense"}),
     ("pfl-mf-joint", {"rank": 2}),
+    ("pfl-mf-adaptive", {"rank": 2}),
     ("fedproto", {}),
 ]
 

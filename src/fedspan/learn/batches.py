@@ -40,6 +40,8 @@ class Epochs:
     """E passes over the client's training data; without a number, the run's `train.epochs`."""
 
     number: int | None = None
+    whole: bool = False
+    """Whether it is also over what the plan's `Validation` with a share holds out."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Steps:
 @dataclass(frozen=True)
 class All:
     """One pass over all training examples in their own order, nothing dropped."""
+
+    share: float = 1.0
+    """The part of them that it is over, drawn anew in every round."""
+    whole: bool = False
+    """Whether it is also over what the plan's `Validation` with a share holds out."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,13 @@ class Validation:
     """One pass over the client's validation part in its own order.
 
     With a `share` it is that part of the training data instead, the same in every round, and the other streams of the
-    plan leave it out: for methods that hold out examples themselves, whatever the partition sets aside for the user.
+    plan leave it out, unless they are over the `whole`: for methods that hold out examples themselves, whatever the
+    partition sets aside for the user.
     """
 
     share: float | None = None
+    least: int | None = None
+    """Clients with fewer examples hold out none; if not given, one alone is trained on and held out."""
 
 
 Amount: TypeAlias = Epochs | Steps | All | Portion | Validation
@@ -251,37 +261,31 @@ def draw(
         drop_last: for batch normalisation: leave out a last batch that is not full (unless it is the only one), and
             never make a batch of one example; a client that has only one takes no steps.
     """
-    held = next((a.share for a in plan.values() if isinstance(a, Validation) and a.share is not None), None)
+    held = next((a for a in plan.values() if isinstance(a, Validation) and a.share is not None), None)
+    everything = train
     if held is not None:
         train, validation = _hold_out(train, held, seed, client)
-    n = len(train)
-    width = n if batch_size is None else min(batch_size, n)
-    per_pass = (n // width if width > 1 else 0) if drop_last else -(-n // width)
-    passes: list[Index] = []
-    rng = generator(seed, "batches", round, client)
-
-    def shuffled(steps: int) -> Index:
-        steps = steps if per_pass else 0
-        while len(passes) * per_pass < steps:
-            passes.append(rows_of(rng.permutation(train), width)[:per_pass])
-        if not steps:
-            return np.empty((0, width), np.int64)
-        return passes[0][:steps] if steps <= per_pass else np.concatenate(passes)[:steps]
-
+    some, both = (
+        _Passes(own, batch_size, drop_last, generator(seed, "batches", round, client)) for own in (train, everything)
+    )
     streams = {}
     for name, amount in plan.items():
+        own = both if getattr(amount, "whole", False) else some
         match amount:
             case Epochs(number):
-                streams[name] = shuffled(per_pass * (epochs if number is None else number))
+                streams[name] = own.shuffled(own.per_pass * (epochs if number is None else number))
             case Steps(number):
-                streams[name] = shuffled(number)
+                streams[name] = own.shuffled(number)
             case Portion(share):
-                some = generator(seed, "part", round, client).permutation(train)[: max(1, math.ceil(share * n - 1e-9))]
-                streams[name] = _no_single(rows_of(some, width)) if drop_last else rows_of(some, width)
-            case All():
-                streams[name] = _no_single(rows_of(train, width)) if drop_last else rows_of(train, width)
-            case Validation(_):
-                if len(validation) == 0:
+                drawn = _drawn(own.index, share, generator(seed, "part", round, client))
+                streams[name] = own.in_order(drawn)
+            case All(share):
+                part = own.index
+                if share < 1:
+                    part = part[np.sort(_drawn(np.arange(len(part)), share, generator(seed, "all", round, client)))]
+                streams[name] = own.in_order(part)
+            case Validation(share):
+                if len(validation) == 0 and share is None:
                     raise ConfigError(
                         f"Batches: client {client} has no validation examples, which stream '{name}' needs."
                         " Set partition.validation to a fraction above 0."
@@ -290,12 +294,45 @@ def draw(
     return streams
 
 
-def _hold_out(train: Index, share: float, seed: int, client: int) -> tuple[Index, Index]:
+class _Passes:
+    """Passes over examples, shuffled or in their order, cut into rows of one width."""
+
+    def __init__(self, index: Index, batch_size: int | None, drop_last: bool, rng: np.random.Generator) -> None:
+        self.index, self.drop_last, self._rng = index, drop_last, rng
+        n = len(index)
+        self.width = n if batch_size is None else min(batch_size, n)
+        self.per_pass = (n // self.width if self.width > 1 else 0) if drop_last else -(-n // self.width)
+        self._passes: list[Index] = []
+
+    def shuffled(self, steps: int) -> Index:
+        """The first rows of one sequence of shuffled passes."""
+        steps = steps if self.per_pass else 0
+        while len(self._passes) * self.per_pass < steps:
+            self._passes.append(rows_of(self._rng.permutation(self.index), self.width)[: self.per_pass])
+        if not steps:
+            return np.empty((0, self.width), np.int64)
+        return self._passes[0][:steps] if steps <= self.per_pass else np.concatenate(self._passes)[:steps]
+
+    def in_order(self, index: Index) -> Index:
+        """Rows of these examples as they stand."""
+        rows = rows_of(index, self.width)
+        return _no_single(rows) if self.drop_last else rows
+
+
+def _drawn(index: Index, share: float, rng: np.random.Generator) -> Index:
+    """A random share of examples, at least one."""
+    return rng.permutation(index)[: max(1, math.ceil(share * len(index) - 1e-9))]
+
+
+def _hold_out(train: Index, held: Validation, seed: int, client: int) -> tuple[Index, Index]:
     """Training rows without a share of them, and that share, at least one; a lone example serves as both."""
+    assert held.share is not None
+    if held.least is not None and len(train) < held.least:
+        return train, train[:0]
     if len(train) < 2:
         return train, train
     shuffled = generator(seed, "validation", client).permutation(train)
-    n = min(max(1, round(len(train) * share)), len(train) - 1)
+    n = min(max(1, round(len(train) * held.share)), len(train) - 1)
     return np.sort(shuffled[n:]), np.sort(shuffled[:n])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from fedspan.learn.batches import Batch, Batches
@@ -20,12 +20,16 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """A client's optimiser: SGD with momentum and weight decay, or AdamW. It starts anew in every round."""
+    """A client's optimiser: SGD with momentum and weight decay, or AdamW, on gradients as they are or clipped.
+
+    It starts anew in every round.
+    """
 
     KEYS: ClassVar[Mapping[str, str]] = {
         "optimizer": "rule",
         "momentum": "momentum",
         "weight_decay": "weight_decay",
+        "clip_norm": "clip",
         "safeguard": "safeguard",
     }
 
@@ -35,13 +39,15 @@ class Optimizer:
     """Momentum of the clients' SGD."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """Weight decay of the clients' optimiser, decoupled for AdamW."""
+    clip: Annotated[float, Gt(0)] | None = None
+    """The norm to which the gradient of a step, of all parameters together, is cut; none: as it is."""
     safeguard: bool = True
     """Whether local training that raised the loss of its own examples is taken again with shorter steps."""
 
     @property
     def plain(self) -> bool:
         """Whether a step is −lr·gradient and nothing else."""
-        return self.rule == "sgd" and not self.momentum and not self.weight_decay
+        return self.rule == "sgd" and not self.momentum and not self.weight_decay and self.clip is None
 
     def pull(self, lr: float, strength: float) -> float:
         """lr·λ of a term λ/2 ‖x − a‖² in the loss, in units in which steps of that term grow from 2 on.
@@ -87,9 +93,10 @@ class Optimizer:
         return shortened(train, start, lambda at: loss(at, few), lr, alone or more_than_one(batches))
 
     def _train(self, loss: Loss, params: Tree, batches: Iterable[Batch], lr: float, prox: Prox) -> Tree:
+        decay, clip = self.weight_decay, self.clip
         if self.rule == "adamw":
-            return adamw(loss, params, batches, lr, weight_decay=self.weight_decay, prox=prox)
-        return sgd(loss, params, batches, lr, momentum=self.momentum, weight_decay=self.weight_decay, prox=prox)
+            return adamw(loss, params, batches, lr, weight_decay=decay, clip=clip, prox=prox)
+        return sgd(loss, params, batches, lr, momentum=self.momentum, weight_decay=decay, clip=clip, prox=prox)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,10 +104,15 @@ def sgd(
     *,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
+    clip: float | None = None,
     prox: Prox = NO_PROX,
 ) -> Tree:
-    """Stochastic gradient descent, one step per batch, as `torch.optim.SGD`. An empty batch changes nothing."""
-    if isinstance(batches, Batches) and not batches.mapped and not momentum and not weight_decay and not prox:
+    """Stochastic gradient descent, one step per batch, as `torch.optim.SGD`. An empty batch changes nothing.
+
+    With `clip`, gradients of all parameters together are cut to that norm before anything else is done to them.
+    """
+    simple = not momentum and not weight_decay and clip is None
+    if isinstance(batches, Batches) and not batches.mapped and simple and not prox:
         result = _fused(loss, params, batches, lr)
         if result is not None:
             return result
@@ -115,8 +120,8 @@ def sgd(
     def start(p: list[Tensor]) -> list[Tensor]:
         return [torch.zeros_like(a) for a in p] if momentum else []
 
-    plain = None if momentum or weight_decay else lr
-    return _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, plain, True)[0]
+    plain, step = lr if simple else None, _descend(lr, momentum, weight_decay)
+    return _train(loss, params, batches, start, step, prox, plain, True, clip)[0]
 
 
 def sgd_from(
@@ -128,6 +133,7 @@ def sgd_from(
     *,
     momentum: float,
     weight_decay: float = 0.0,
+    clip: float | None = None,
     prox: Prox = NO_PROX,
 ) -> tuple[Tree, Params]:
     """`sgd` whose momentum goes on from `velocity` (by path, statistics left out); gives the velocity back, too."""
@@ -136,7 +142,8 @@ def sgd_from(
     def start(p: list[Tensor]) -> list[Tensor]:
         return [torch.zeros_like(a) + velocity[k] for k, a in zip(names, p)]
 
-    params, state = _train(loss, params, batches, start, _descend(lr, momentum, weight_decay), prox, stacked=True)
+    step = _descend(lr, momentum, weight_decay)
+    params, state = _train(loss, params, batches, start, step, prox, stacked=True, clip=clip)
     return params, dict(zip(names, state)) if state else velocity
 
 
@@ -170,6 +177,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    clip: float | None = None,
     prox: Prox = NO_PROX,
 ) -> Tree:
     """AdamW, one step per batch, as `torch.optim.AdamW`. An empty batch changes nothing, not even the step count."""
@@ -188,7 +196,7 @@ def adamw(
             move = lr * (m / (1 - b1**n)) / ((v / (1 - b2**n)).sqrt() + eps) + lr * weight_decay * a
             a.sub_(_if(live, move, torch.zeros_like(a)))
 
-    return _train(loss, params, batches, start, step, prox)[0]
+    return _train(loss, params, batches, start, step, prox, clip=clip)[0]
 
 
 def _fused(loss: Loss, params: Tree, batches: Batches, lr: float) -> Tree | None:
@@ -221,6 +229,7 @@ def _train(
     prox: Prox,
     plain: float | None = None,
     stacked: bool = False,
+    clip: float | None = None,
 ) -> tuple[Tree, list[Tensor]]:
     """Run `step` and `prox` once per batch on copies of `params`; running statistics ride along and are not trained.
 
@@ -256,10 +265,12 @@ def _train(
                 value = _counted(loss if near is None else near.loss, given, batch)
             live = None if batch.rows is None or batch.rows.all_live else batch.rows.live(value.dtype)
             found = leaves.gradients(value, plain, () if near is None else near.pulls(trained), live)
+            if clip is not None:  # `plain` is None then, and every parameter has its gradient here
+                found = [*clipped([g for g in found if g is not None], clip)]
             _step_folded(step, leaves, p, found, state, batch, stacked)
         elif batch.mapped:
             g = tree.leaves(grad(lambda q, b=batch: _counted(loss, q, b))(_assemble(params, held)))
-            step(p, g, state, batch.live)
+            step(p, g if clip is None else clipped(g, clip), state, batch.live)
         else:
             for a in p:
                 a.requires_grad_()
@@ -268,7 +279,7 @@ def _train(
                 g = list(torch.autograd.grad(value, p, allow_unused=True, materialize_grads=True))
             for a in p:
                 a.requires_grad_(False)
-            step(p, g, state, None)
+            step(p, g if clip is None else clipped(g, clip), state, None)
         everybody = not batch.mapped or (batch.rows is not None and batch.rows.all_live)
         for path, f in prox.items():
             held[path].copy_(_if(None if everybody else batch.live, f(held[path]), held[path]))
@@ -278,6 +289,13 @@ def _train(
         del held[path].owned  # type: ignore[attr-defined]
     result: Tree = _assemble(params, held)
     return result, state
+
+
+def clipped(g: list[Tensor], most: float) -> list[Tensor]:
+    """The same gradients, or where their common norm is above `most` multiples of them that have it."""
+    size = torch.stack([a.square().sum() for a in g]).sum().sqrt()
+    part = (most / size.clamp_min(torch.finfo(size.dtype).tiny)).clamp_max(1.0)
+    return [a * part for a in g]
 
 
 def _step_folded(

@@ -44,6 +44,7 @@ BUILT_IN: dict[str, str] = {
     "pfedes": "fedspan.methods.pfedes:PFedEs",
     "pfedafm": "fedspan.methods.pfedes:PFedAfm",
     "pfl-mf": "fedspan.methods.pfl_mf:PflMf",
+    "pfl-mf-adaptive": "fedspan.methods.pfl_mf:PflMfAdaptive",
     "pfl-mf-paper": "fedspan.methods.pfl_mf:PflMfPaper",
     "pfl-mf-joint": "fedspan.methods.pfl_mf:PflMfJoint",
     "amht-lrs": "fedspan.methods.amht_lrs:AmhtLrs",

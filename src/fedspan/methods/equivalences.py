@@ -277,6 +277,39 @@ LINES: tuple[Line, ...] = (
         "test_limits::test_the_scaled_step_with_one_hot_v_is_fedavg_inside_clusters",
     ),
     Line(
+        ("pfl-mf-adaptive",),
+        "adaptive pFL-MF(kappa = tau = 0) = FedAvg",
+        "test_pfl_mf_adaptive::test_without_directions_and_residual_it_is_fedavg_with_clipping",
+        condition="with the same `clip_norm`",
+    ),
+    Line(
+        ("pfl-mf-adaptive",),
+        "adaptive pFL-MF(tau = 0): heads in the mean + r directions",
+        "test_pfl_mf_adaptive::test_without_a_residual_models_lie_in_the_span_of_the_directions",
+    ),
+    Line(
+        ("pfl-mf-adaptive",),
+        "adaptive pFL-MF(kappa = 0, tau = inf): heads = free fits on the common body",
+        "test_pfl_mf_adaptive::test_a_wide_residual_is_a_free_fit_and_so_are_all_directions",
+        condition="in the limit, to 1e-7 at tau = 1e9, where fits are run to their end; so is r = d, kappa = inf",
+    ),
+    Line(
+        ("pfl-mf-adaptive",),
+        "adaptive pFL-MF(0 < tau, kappa): heads = the minimisers under the prior",
+        "test_pfl_mf_adaptive::test_heads_are_the_most_probable_ones",
+        condition="to 1e-10 of the normal equations where fits are run to their end",
+    ),
+    Line(
+        ("pfl-mf-adaptive",),
+        "adaptive pFL-MF(no memory, everybody there, rank <= r): its covariance = that of the heads",
+        "test_pfl_mf_adaptive::test_the_covariance_of_all_heads_is_exact_up_to_rank_r",
+    ),
+    Line(
+        ("pfl-mf-adaptive",),
+        "adaptive pFL-MF(e sent alone) = adaptive pFL-MF(sums sent)",
+        "test_pfl_mf_adaptive::test_both_wires_carry_the_same",
+    ),
+    Line(
         ("pfl-mf-joint",),
         "pFL-MF joint = FedPer on U and v",
         "test_pfl_mf::test_the_joint_form_is_fedper_on_u_and_v_as_the_public_code_runs_it",

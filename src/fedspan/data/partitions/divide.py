@@ -170,9 +170,13 @@ def _groups_of(numbers: Index, options: dict[str, Any]) -> Index:
 def _mixed(held: list[Index], classes: int, clients: int, seed: int, options: dict[str, Any]) -> _Deal:
     """Soft membership: shares of the groups for every client; its main group is the one it has most of."""
     rng = generator(seed, "partition", "mixed-groups", "membership")
-    shares = np.stack([assign.proportions(rng, options["alpha"], options["groups"]) for _ in range(clients)])
+    groups, some = options["groups"], options["mixed"] or options["groups"]
+    shares = np.zeros((clients, groups))
+    for row in shares:
+        own = assign.proportions(rng, options["alpha"], some)
+        row[np.arange(groups) if some == groups else rng.choice(groups, some, replace=False)] = own
     names = generator(seed, "partition", "mixed-groups", "names")
-    namings = assign.permutations(options["groups"], classes, names) if options["permute"] else None
+    namings = assign.permutations(groups, classes, names) if options["permute"] else None
     return _Deal(held, groups=shares.argmax(1), membership=shares, namings=namings)
 
 

@@ -53,9 +53,10 @@ PARTITIONS: dict[str, PartitionKind] = {
         {"groups": None, "group_sizes": None} | _SHIFTS | _SIZES,
     ),
     "mixed-groups": PartitionKind(
-        "soft membership: a client's examples come from several groups, by shares from Dir(alpha); groups name the"
-        " classes by their own permutation (permute) and see examples in their own way (shifts)",
-        {"groups": 3, "alpha": 0.5, "permute": True} | _SHIFTS | _SIZES,
+        "soft membership: a client's examples come from several groups, by shares from Dir(alpha), or from a number of"
+        " them (mixed) that each client draws; groups name the classes by their own permutation (permute) and see"
+        " examples in their own way (shifts)",
+        {"groups": 3, "mixed": None, "alpha": 0.5, "permute": True} | _SHIFTS | _SIZES,
     ),
     "permuted-clients": PartitionKind(
         "the very split of an iid or dirichlet base, but every client names the classes by its own permutation",
@@ -186,6 +187,8 @@ def _check_groups(kind: str, clients: int | None, filled: dict[str, Any], given:
     if kind == "mixed-groups" and not filled["permute"] and shifts is None:
         raise ConfigError("Partition: groups of 'mixed-groups' must differ. Got permute = false and no shifts.")
     groups = filled.get("groups")
+    if filled.get("mixed") is not None and filled["mixed"] > groups:
+        raise ConfigError(f"Partition: mixed must be at most the number of groups, {groups}. Got {filled['mixed']}.")
     if groups is not None and clients is not None and groups > clients and kind != "mixed-groups":
         raise ConfigError(f"Partition: groups must be at most the number of clients, {clients}. Got {groups}.")
     if shifts is not None and len(shifts) > (groups or clients or len(shifts)):

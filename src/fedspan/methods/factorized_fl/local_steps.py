@@ -50,7 +50,8 @@ class LocalSteps:
         start: tuple[Params, Params] = (params, client["velocity"])
 
         def train(rate: float) -> tuple[Params, Params]:
-            return sgd_from(loss, *start, stream, rate, momentum=momentum, weight_decay=decay, prox=prox)
+            clip = optimizer.clip
+            return sgd_from(loss, *start, stream, rate, momentum=momentum, weight_decay=decay, clip=clip, prox=prox)
 
         params, velocity = optimizer.guarded(train, start, lambda both, batch: loss(both[0], batch), stream, lr)
         return params, {"velocity": velocity}

@@ -76,7 +76,9 @@ def need_sgd(method: Averaging, plain: bool = False) -> None:
             f"{who}: private_head and adamw do not go with a shared subspace; use private_head=false, sgd."
         )
     if plain and not method.optimizer.plain:
-        raise ConfigError(f"{who}: momentum and weight_decay must be 0, as G_i is a gradient. Got {_given(method)}.")
+        clip = method.optimizer.clip
+        got = _given(method) if clip is None else f"clip_norm {clip:g}; leave it out"
+        raise ConfigError(f"{who}: momentum and weight_decay must be 0, as G_i is a gradient. Got {got}.")
 
 
 def _given(method: Averaging) -> str:

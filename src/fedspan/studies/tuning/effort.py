@@ -32,7 +32,7 @@ def _steps(amount: Amount, sizes: np.ndarray[tuple[int], np.dtype[np.int64]], si
         return float(np.mean([math.ceil(max(1, share * n) / (n if isinstance(size, str) else size)) for n in sizes]))
 
     match amount:
-        case Epochs(number):
+        case Epochs(number, whole) if not whole:  # over the whole it is trained later, in the place of the other
             return (epochs if number is None else number) * passes(1.0)
         case Steps(number):
             return float(number)
