@@ -99,7 +99,7 @@ class CoefficientSolver:
             h = task.features(params, batch.x)
             Z = vmap(lambda column: task.from_features(tree.unravel(column, like), h))(Q.T)  # [r, n, C]
             share = (batch.w / batch.w.sum().clamp_min(1)).reshape(-1, *[1] * (Z.ndim - 2))
-            bound, P = task.curvature_bound(), torch.eye(len(w), dtype=w.dtype)
+            bound, P = task.curvature_bound(), torch.eye(len(w), dtype=w.dtype, device=w.device)
             if self.rule == "solve" and bound is not None:
                 P = subspace.inverse(bound * Z.flatten(1) @ (Z * share).flatten(1).T + shrink * P, self.ridge)
             # A v that was never fitted, or long ago, can be worse than none: start from the better of the two.
