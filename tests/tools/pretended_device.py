@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -186,7 +187,8 @@ class _Operations(TorchDispatchMode):
         if any(there):
             self._look(func, name, given, there, args)
         out = func(*args, **kwargs)
-        if name in ("copy_", "set_") or (on._result is None and not any(there)):
+        made = on._result is None and not given and _in_backward()
+        if name in ("copy_", "set_") or (on._result is None and not any(there) and not made):
             return out
         if on._result is not False:
             for t in tree_leaves(out):
@@ -218,15 +220,21 @@ class _Operations(TorchDispatchMode):
             on.fault(name)
 
 
+def _in_backward() -> bool:
+    """Whether torch's own derivatives are being computed: what they make lies where their inputs did."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(("_stats.py", "_python_dispatch.py")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.endswith("torch/autograd/graph.py")
+
+
 def place() -> str:
     """The line of the package, or of a test, that is being run."""
-    frame = sys._getframe(1)
-    test = ""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/fedspan/" in file and "/tools/" not in file:
-            return f"{file.rpartition('/fedspan/')[2]}:{frame.f_lineno}"
-        if "/tests/" in file and "/tools/" not in file and not test:
-            test = f"{file.rpartition('/tests/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return test or "elsewhere"
+        for root in ("/fedspan/", "/tests/"):
+            if root in file and not file.endswith("pretended_device.py"):
+                return f"{file.rpartition(root)[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"

@@ -7,11 +7,10 @@ fits at once is found by running: work that meets the end of the memory is repea
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError
@@ -100,10 +99,9 @@ def to_device(values: Any, device: torch.device) -> Any:
     return tree.map(lambda t: t.to(device, non_blocking=t.device.type == "cpu"), values)
 
 
-def on_device(values: Sequence[Any], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers of the host as a tensor beside another one, without waiting for the device."""
-    made = torch.tensor(values, dtype=dtype)
-    return made if like.device.type == "cpu" else made.to(like.device, non_blocking=True)
+def widest(device: torch.device) -> torch.dtype:
+    """The type of the most exact numbers that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -207,7 +207,8 @@ class FoldedRows:
         """Mean over each client's examples of values of the rows of a layout; 0 where there is none."""
         if min(self.counts) == self.width:
             return values.view(-1, self.width).mean(1)
-        client, share = layout.client, to_device(self._shares.to(values.dtype), self.device)
+        client = layout.client
+        share: Tensor = to_device(self._shares.to(values.dtype), self.device)
         if not layout.packed:
             at = torch.arange(layout.rows, device=self.device) % self.width
             counts = self._numbers(self.counts, torch.int64)

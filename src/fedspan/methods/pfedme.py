@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError
+from fedspan.learn.accelerator import widest
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
 from fedspan.method import About, Announces, Cautions, ClientInfo, Discloses, Federation, Round, Sent, Sharing, Visit
@@ -120,7 +121,7 @@ class L2gd(Sharing, Announces):
 
     def coins(self, shared: Tensor, round: Tensor, steps: int) -> Tensor:
         """Which of the local steps of a round go to the mean."""
-        return uniform(fold(shared, round), (steps,), torch.float64) < self.p
+        return uniform(fold(shared, round), (steps,), widest(shared.device)) < self.p
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         theta, h = self.split(task, task.init())

@@ -193,13 +193,13 @@ class RoundDriver(ABC):
         if got.enough:
             dtype = self.settings.torch_dtype
             sizes = r.defence.capped_sizes(self.transport.sizes)
-            server = advance(self.method, r.server, t, got, sizes=sizes, dtype=dtype, placed=self.engine.placed)
+            server = advance(self.method, r.server, t, got, sizes=sizes, dtype=dtype, placed=self.engine.at_home)
         common, news = r.common, None
         if server is not None:
             r.progress.last_norm = self._watch(t, server)
             news = able.announces.announce(server, t)
         if news is not None:
-            common = self.engine.placed(able.announces.hear(common, news))
+            common = self.engine.at_home(able.announces.hear(common, news))
         # Nothing of the round is kept before all of it is known to be finite.
         self.transport.keep()
         r.server, r.common = tree.contiguous(r.server if server is None else server), tree.contiguous(common)
@@ -389,9 +389,9 @@ def advance(
     except torch.linalg.LinAlgError as e:  # type: ignore[attr-defined]  # what overflowed has no singular values
         who = type(method).__name__
         raise Divergence(f"{who}: the server cannot decompose what it received in round {t}; use a smaller lr.") from e
-    new = check_server(method, server, made, t)
+    new: Tree = placed(check_server(method, server, made, t))
     given.check(method, "server_update", t)
-    return placed(new)
+    return new
 
 
 def watch(able: Abilities, t: int, server: Tree, *, before: float, start: float, who: str, advice: str) -> float:

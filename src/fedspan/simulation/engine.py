@@ -148,6 +148,15 @@ class Engine:
             self._models[capacity] = self.able.model(self.task, capacity)
         return self._models[capacity]
 
+    @property
+    def home(self) -> torch.device:
+        """Where the server's state lies and is computed with: on the device, or the host if that has no float64."""
+        return accelerator.HOST if self.device.type == "mps" else self.device
+
+    def at_home(self, values: Any) -> Any:
+        """A tree where the server's state lies."""
+        return values if self.device.type == "cpu" else accelerator.to_device(values, self.home)
+
     def placed(self, values: Any) -> Any:
         """A tree on the engine's device."""
         return values if self.device.type == "cpu" else accelerator.to_device(values, self.device)
@@ -160,9 +169,9 @@ class Engine:
             self._there = self.placed((data.x, data.y)) + (None if data.relabel is None else self.placed(data.relabel),)
         return self._there
 
-    def ids(self, ids: Sequence[int]) -> Tensor:
-        """Numbers of clients, as methods are given them."""
-        found: Tensor = self.placed(torch.tensor(ids, dtype=torch.int64))
+    def ids(self, ids: Sequence[int], at_home: bool = False) -> Tensor:
+        """Numbers of clients, to be used on the device, or beside the server's state."""
+        found: Tensor = (self.at_home if at_home else self.placed)(torch.tensor(ids, dtype=torch.int64))
         return found
 
     def begin(self, capacity: Capacity, client: int) -> Tree:
@@ -328,7 +337,7 @@ class Engine:
         weights = self._common_weights(able, capacity, round, rows, {**shared, **own}, common)
         held = [getattr(self.data, part)[i] for i in ids]
         sizes = torch.tensor([len(some) for some in held])
-        owner, n = torch.repeat_interleave(torch.arange(len(ids)), sizes), sizes.to(torch.float64)
+        owner, n = torch.repeat_interleave(torch.arange(len(ids)), sizes), sizes.to(accelerator.widest(self.device))
         index = torch.from_numpy(rows_of(np.concatenate(held), self.evaluation_batch))
         index, owner, n, stream = self.placed((index, owner, n, key(self.seed, "visit", round)))
         batches = Batches(*self.pool[:2], index, stream)
@@ -625,7 +634,9 @@ def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap", precision
 
 def _alike(a: Tree, b: Tree) -> bool:
     """Whether two gradients agree far beyond what rounding explains; what is not finite is not judged here."""
-    one, other = (torch.cat([g.detach().reshape(-1).double() for g in tree.leaves(t)]) for t in tree.aligned((a, b)))
+    one, other = (
+        torch.cat([g.detach().reshape(-1).cpu().double() for g in tree.leaves(t)]) for t in tree.aligned((a, b))
+    )
     gap, scale = (one - other).abs().max(), torch.maximum(one.abs().max(), other.abs().max())
     return not bool(gap > 1e-2 * scale + 1e-6)
 

@@ -71,7 +71,7 @@ class LocalTransport:
     Args:
         record: holds the clients' rows and the server's state that downloads are made of.
         devices: what clients would compute with; rounds are then timed as if on them.
-        accelerators: what chunks are really computed on, if not on this machine's processors.
+        accelerators: what chunks are really computed on, one for each worker; the engine's device if not given.
     """
 
     who = "Simulator"
@@ -87,7 +87,7 @@ class LocalTransport:
         rounds: int = 0,
         accelerators: Sequence[torch.device] = (),
     ) -> None:
-        self.accelerators = [d for d in accelerators if d.type != "cpu"]
+        self.accelerators = [d for d in accelerators or [engine.device] if d.type != "cpu"]
         self.engine, self.record, self.settings, self.rounds = engine, record, record.settings, rounds
         self.ways = engine.ways(record.settings.evaluate_after)
         self.defence = record.defence
@@ -183,6 +183,7 @@ class LocalTransport:
             ledger.add_names(Direction.UP, meta["bytes"])
             up[capacity] += sum(meta["bytes"].values())
             self._stage(job, answer)
+            answer = self.engine.at_home(answer)
             self._own_told.append((job["ids"], meta.get("own", {})))
             measured += [Measured(values) for values in meta["measured"]]
             cuts |= dict(meta["cut"])
@@ -492,7 +493,7 @@ class LocalTransport:
         """
         capacity = self.capacities[c]
         ask = self.engine.able.download
-        down = ask(self.record.server, self.engine.ids(ids), capacity, t, use=do == "evaluate")
+        down = ask(self.record.server, self.engine.ids(ids, at_home=True), capacity, t, use=do == "evaluate")
         shared, coded = wire.roundtrip(down.shared, self.engine.able.coded.codecs(t))
         self._shared[c] = shared
         self.executor.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
@@ -502,7 +503,7 @@ class LocalTransport:
     def _own(self, do: str, t: int, capacity: Capacity, ids: list[int]) -> tuple[Tree, dict[str, int]]:
         """What single clients receive, as it comes out of the codecs, and its bytes by name."""
         ask = self.engine.able.download
-        down = ask(self.record.server, self.engine.ids(ids), capacity, t, use=do == "evaluate")
+        down = ask(self.record.server, self.engine.ids(ids, at_home=True), capacity, t, use=do == "evaluate")
         return self._coded_own(t, down.own)
 
     def _coded_own(self, t: int, own: Tree) -> tuple[Tree, dict[str, int]]:
@@ -557,7 +558,6 @@ class LocalTransport:
 
     def _judged_late(self, job: Meta, meta: Meta, answer: Tree, bounds: Bounds) -> tuple[Meta, Tree]:
         """A chunk that had to wait until its whole round was in, judged and added up."""
-        answer = self.engine.placed(answer)
         c, able, sent = job["capacity"], self.engine.able, Sent(**answer["sent"])
         downs = defence.downloads(self._shared[c], answer["own"], len(meta["answered"]))
         measured = [Measured(values) for values in meta["measured"]]

@@ -138,8 +138,8 @@ class Record:
             first = engine.model(kinds[0])
             made = engine.method.init_server(first, self.federation)
             need_tensors(engine.method, "init_server", made)
-            self.server: Tree = tree.contiguous(engine.placed(made))
-            self.common: Tree = tree.contiguous(engine.placed(engine.able.announces.common(first, self.federation)))
+            self.server: Tree = tree.contiguous(engine.at_home(made))
+            self.common: Tree = tree.contiguous(engine.at_home(engine.able.announces.common(first, self.federation)))
             norm = engine.able.observed.size(self.server)
             self.progress = Progress(start_norm=norm, last_norm=norm)
             if out is not None and not read_only:
@@ -151,8 +151,8 @@ class Record:
         else:
             for c, rows in zip(self.stores, loaded.rows):
                 self.stores[c].restore(rows)
-            self.server, self.common = engine.placed((loaded.server["server"], loaded.server["common"]))
-            self.news = engine.placed(loaded.server.get("news", {}))
+            self.server, self.common = engine.at_home((loaded.server["server"], loaded.server["common"]))
+            self.news = engine.at_home(loaded.server.get("news", {}))
             e = {**loaded.extra, "bytes": Ledger.from_json(loaded.extra["bytes"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)

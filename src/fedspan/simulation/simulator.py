@@ -124,7 +124,9 @@ class Simulation(RoundDriver):
         if not 0 <= client < self.data.clients:
             raise ConfigError(f"Result: client must lie in 0..{self.data.clients - 1}. Got {client}.")
         capacity, t = self.record.capacity(client), self.record.progress.round
-        down = self.engine.able.download(self.record.server, self.engine.ids([client]), capacity, t, use=True)
+        down = self.engine.able.download(
+            self.record.server, self.engine.ids([client], at_home=True), capacity, t, use=True
+        )
         both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, self.engine.able.coded.codecs(t))
         weights = self.engine.personal(capacity, t, client, self.record.row(client), both, self.record.common)
         return self.engine.host_model(capacity), accelerator.to_device(weights, accelerator.HOST)
