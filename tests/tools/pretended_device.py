@@ -47,6 +47,10 @@ _WAITS |= {"_linalg_check_errors", "is_nonzero", "item", "bincount"}
 """Operations whose shape or value the host must know before it goes on."""
 
 
+_INSIDE = ("utils/_stats.py", "_python_dispatch.py", "_dynamo/eval_frame.py", "torch/_compile.py")
+"""Files of torch that stand between an operation and who asked for it."""
+
+
 class PretendedDevice:
     """Marks tensors and lists faults while it is active.
 
@@ -64,6 +68,7 @@ class PretendedDevice:
         # References that are weak, but keep an address from being given to another storage.
         self._there: dict[int, StorageWeakRef] = {}
         self._result: bool | None = None  # where results go, whatever they are computed from
+        self._backward = False  # whether derivatives are computed there
         self._counted = True  # whether the host would wait where it does on a CPU
 
     @contextmanager
@@ -143,7 +148,13 @@ class _Questions(TorchFunctionMode):
             with on.results(there):
                 return on.moved(func(*args, **(kwargs | {"device": "cpu"})), there)
         given = [on.has(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if given and all(given) and name not in ("grad", "backward"):
+        if name in ("grad", "backward"):
+            before, on._backward = on._backward, any(given)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                on._backward = before
+        if given and all(given):
             with on.results(True, counted=name != "one_hot"):  # whose check of the values a GPU leaves out
                 return func(*args, **kwargs)  # what it makes for itself lies where its arguments do
         return func(*args, **kwargs)
@@ -187,7 +198,7 @@ class _Operations(TorchDispatchMode):
         if any(there):
             self._look(func, name, given, there, args)
         out = func(*args, **kwargs)
-        made = on._result is None and not given and _in_backward()
+        made = on._result is None and not given and on._backward and _in_backward()
         if name in ("copy_", "set_") or (on._result is None and not any(there) and not made):
             return out
         if on._result is not False:
@@ -223,7 +234,7 @@ class _Operations(TorchDispatchMode):
 def _in_backward() -> bool:
     """Whether torch's own derivatives are being computed: what they make lies where their inputs did."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.endswith(("_stats.py", "_python_dispatch.py")):
+    while frame is not None and frame.f_code.co_filename.endswith(_INSIDE):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.endswith("torch/autograd/graph.py")
 

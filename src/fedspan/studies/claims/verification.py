@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedspan.randomness import generator
 from fedspan.learn import accelerator
+from fedspan.randomness import generator
 from fedspan.simulation.environment import versions
 from fedspan.studies.claims.claim_file import Claim
 from fedspan.studies.claims.claim_runs import (
