@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from conftest import assert_close, assert_same, failing, finished, make_data, make_model, make_task, method_of
 from fedspan import tree
 from fedspan.data.federated import FederatedData
+from fedspan.deploy.experiment import read_config
 from fedspan.errors import ConfigError
 from fedspan.learn import accelerator, products
 from fedspan.learn.batches import Batch
@@ -94,6 +95,13 @@ def test_a_device_that_is_not_there_gets_one_sentence(tmp_path: Path, monkeypatc
     text = 'rounds = 1\n[data]\nsource = "digits"\n[partition]\nkind = "iid"\nclients = 3\n'
     Path("exp.toml").write_text(text + train, encoding="utf-8")
     assert "device='cuda:1' needs a device" in failing("run", "exp.toml")
+
+
+def test_a_deployment_has_no_accelerator() -> None:
+    text = 'rounds = 1\n[data]\nsource = "digits"\n[partition]\nkind = "iid"\nclients = 3\n[method]\nname = "fedavg"\n'
+    assert read_config(text + '[train]\ndevice = "cpu"\n').train.device == "cpu"
+    with pytest.raises(ConfigError, match=r"^Deploy: train\.device must be 'auto' or 'cpu', .* Got 'cuda'\.$"):
+        read_config(text + '[train]\ndevice = "cuda"\n')
 
 
 def test_a_number_beyond_the_last_device(monkeypatch: pytest.MonkeyPatch) -> None:
