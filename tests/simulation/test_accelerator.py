@@ -413,6 +413,7 @@ def test_draws_are_the_same_on_every_device(there: Callable[..., PretendedDevice
 # ---------------------------------------------------------------------------------------------------- several devices
 
 
+@pytest.mark.long
 def test_several_devices_have_a_worker_each() -> None:
     """Workers are spawned, each knows its own device, and one that replaces another has the other's."""
 
