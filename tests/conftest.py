@@ -179,7 +179,7 @@ SLOW |= {"test_baselines", "test_client_store", "test_factorized_files", "test_f
 SLOW |= {"test_fedloru", "test_fedloru_files", "test_hessian", "test_matching_report", "test_server_optimizer"}
 SLOW |= {"test_subspace_report", "test_portability", "test_faulty_disk", "test_damaged_files", "test_processes"}
 SLOW |= {"test_boundary", "test_quota", "test_owner_policy", "test_os_system", "test_promises", "test_live_roster"}
-SLOW |= {"test_audit_log", "test_conformance", "test_membership"}
+SLOW |= {"test_audit_log", "test_conformance", "test_membership", "test_accelerator"}
 SLOW |= {"test_adaptive_rank", "test_blocks", "test_clusters", "test_devices", "test_fedara", "test_feature_methods"}
 SLOW |= {
     "test_tasks",

@@ -58,14 +58,19 @@ def fold(k: Tensor, n: int | Tensor) -> Tensor:
 
 def uniform(k: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Uniform numbers in (0, 1), one per position, from a key alone."""
-    return (_bits(k, shape).to(torch.float64) + 0.5).div(2.0**32).to(dtype).clamp_max(1 - torch.finfo(dtype).eps / 2)
+    return _uniform(k, shape).to(dtype).to(k.device).clamp_max(1 - torch.finfo(dtype).eps / 2)
+
+
+def _uniform(k: Tensor, shape: Sequence[int]) -> Tensor:
+    """Uniform numbers in float64; of a key on an MPS device, which has none, on the host."""
+    bits = _bits(k, shape)
+    return ((bits.cpu() if bits.device.type == "mps" else bits).to(torch.float64) + 0.5).div(2.0**32)
 
 
 def normal(k: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers by the Box–Muller transform of two keyed uniforms."""
-    u = uniform(fold(k, 1), shape, torch.float64)
-    v = uniform(fold(k, 2), shape, torch.float64)
-    return ((-2.0 * u.log()).sqrt() * (2.0 * math.pi * v).cos()).to(dtype)
+    u, v = (_uniform(fold(k, n), shape).clamp_max(1 - torch.finfo(torch.float64).eps / 2) for n in (1, 2))
+    return ((-2.0 * u.log()).sqrt() * (2.0 * math.pi * v).cos()).to(dtype).to(k.device)
 
 
 @contextmanager

@@ -95,6 +95,7 @@ class Case:
     def begun(self, out: Path | None = None, rounds: int | None = None, **settings: Any) -> Simulation:
         """A run before its first round."""
         usual = {"participation": 0.6, "workers": 1, "precision": "float64", "batch_size": 8, "epochs": self.epochs}
+        usual |= {"device": "cpu"}
         chosen = Settings(evaluate_every=100, **{**usual, **settings})
         count = self.rounds if rounds is None else rounds
         return Simulation(self.method, self.task(), self.data, rounds=count, seed=SEED, settings=chosen, out=out)
@@ -418,7 +419,7 @@ def flower_agrees(case: Case) -> Kept:
         server, grid = deploy_here(experiment, case.few, Path(folder))
         found = server.run()
         held = [held_by(grid, server, i).row for i in range(case.few.clients)]
-        chosen = Settings(**usual, mapping="loop", workers=1)
+        chosen = Settings(**usual, mapping="loop", workers=1, device="cpu")
         sim = Simulation(case.method, case.task(), case.few, rounds=2, seed=SEED, settings=chosen)
         expected = sim.run()
     refusals = server.transport.refusals

@@ -20,6 +20,7 @@ from fedspan.simulation.simulator import Simulation
 from fedspan.storage.tree_file import render
 
 OTHER: dict[str, Any] = {
+    "device": "cpu",
     "participation": 0.5,
     "sampling": "bernoulli",
     "batch_size": "full",

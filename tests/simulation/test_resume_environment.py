@@ -38,7 +38,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Another environment from now on: `elsewhere(torch="2.8.0")`."""
 
     def change(**values: str) -> None:
-        monkeypatch.setattr(record, "versions", lambda: {**versions(), **values})
+        monkeypatch.setattr(record, "versions", lambda device: {**versions(device), **values})
 
     return change
 

@@ -92,7 +92,7 @@ def self_test() -> float:
     task = Task(lambda: build("mlp", (4,), 2, hidden=[3]), dtype=torch.float64, seed=0)
     ends = []
     for mapping in ("folded", "loop"):
-        settings = Settings(mapping=mapping, precision="float64", workers=1, batch_size=4)
+        settings = Settings(mapping=mapping, precision="float64", workers=1, batch_size=4, device="cpu")
         simulation = Simulation(make("fedavg"), task, data, rounds=2, settings=settings)
         simulation.run()
         ends.append(tree.ravel(simulation.record.server["theta"]))
@@ -128,7 +128,7 @@ def _seconds(mapping: Any, hidden: int, data: Any) -> float:
     from fedspan.simulation.simulator import Simulation
 
     task = Task(lambda: build("mlp", (1, 8, 8), 10, hidden=[hidden]), seed=0)
-    settings = Settings(mapping=mapping, workers=1, batch_size=16, evaluate_every=1000)
+    settings = Settings(mapping=mapping, workers=1, batch_size=16, evaluate_every=1000, device="cpu")
     simulation = Simulation(make("fedavg"), task, data, rounds=4, settings=settings)
     ticks: list[float] = []
     simulation.run(lambda _: ticks.append(time.perf_counter()))

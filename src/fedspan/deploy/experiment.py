@@ -136,6 +136,11 @@ def deployable(config: RunConfig) -> RunConfig:
         got = getattr(config.train, name)
         if got != getattr(usual, name):
             raise ConfigError(f"Deploy: train.{name} is for simulations. Got {got!r}; leave it out.")
+    if config.train.device not in ("auto", "cpu"):
+        raise ConfigError(
+            "Deploy: train.device must be 'auto' or 'cpu', as servers and nodes compute on the CPU. Got"
+            f" {config.train.device!r}."
+        )
     judging = EvaluationSettings()
     for name in ("models", "predict_by"):
         if (judged := getattr(config.evaluate, name)) != getattr(judging, name):

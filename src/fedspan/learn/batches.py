@@ -184,7 +184,7 @@ class Batches:
             counts = (slots >= 0).sum(2).T.tolist()
             at = slots.clamp_min(0).transpose(0, 1).contiguous()
             if own:  # every client has examples of its own, features say
-                at += pool.shape[1] * torch.arange(len(slots))[:, None]
+                at += pool.shape[1] * torch.arange(len(slots), device=at.device)[:, None]
                 pool, labels = pool.flatten(0, 1), labels.flatten(0, 1)
         for k, row in enumerate(rows.unbind(0)):
             with mapped_by_hand():
@@ -218,7 +218,7 @@ class Batches:
     def shifted(self, by: int) -> Batches:
         """The same minibatches starting `by` later, the first ones at the end; empty ones stay at the end."""
         live = (self.rows >= 0).any(1)
-        turned = (torch.arange(len(self.rows)) + by) % live.sum().clamp_min(1)
+        turned = (torch.arange(len(self.rows), device=self.rows.device) + by) % live.sum().clamp_min(1)
         rows = torch.where(live[:, None], self.rows[turned], self.rows)
         return replace(self, rows=rows)
 

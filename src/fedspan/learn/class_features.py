@@ -30,7 +30,7 @@ def class_matrix(task: Task, who: str) -> str:
 def members(batch: Batch, classes: int, dtype: torch.dtype) -> Tensor:
     """1 where an example of the batch is of a class, [B, C]; empty slots are of none."""
     # `one_hot` looks at its values, which a mapped derivative cannot.
-    return (batch.y[:, None] == torch.arange(classes)).to(dtype) * batch.w.to(dtype)[:, None]
+    return (batch.y[:, None] == torch.arange(classes, device=batch.y.device)).to(dtype) * batch.w.to(dtype)[:, None]
 
 
 def class_means(task: Task, params: Params, batches: Batches, matrix: Tensor) -> tuple[Tensor, Tensor]:

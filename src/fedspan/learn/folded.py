@@ -26,6 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 from torch.nn.utils import stateless
 
+from fedspan.learn.accelerator import HOST, to_device
 from fedspan.learn.layout import Layout
 from fedspan.learn.losses import outputs_of
 from fedspan.learn.precision import is_autocast
@@ -118,8 +119,8 @@ class ClientRun(NamedTuple):
 class PackedClients:
     """How the examples of all clients lie in one batch: client after client, as many rows for each as `counts` says."""
 
-    def __init__(self, counts: Sequence[int], width: int, packed: bool) -> None:
-        self.counts, self.width, self.packed = counts, width, packed
+    def __init__(self, counts: Sequence[int], width: int, packed: bool, device: torch.device = HOST) -> None:
+        self.counts, self.width, self.packed, self.device = counts, width, packed, device
         self.clients, self.rows = len(counts), sum(counts)
 
     @cached_property
@@ -139,20 +140,22 @@ class PackedClients:
     @cached_property
     def client(self) -> Tensor:
         """The client of each row."""
-        return torch.arange(self.clients).repeat_interleave(torch.tensor(self.counts))
+        found: Tensor = to_device(torch.arange(self.clients).repeat_interleave(torch.tensor(self.counts)), self.device)
+        return found
 
     @cached_property
     def _slots(self) -> Tensor:
         """For each row its slot among [clients × width]."""
         within = torch.arange(self.width).repeat(self.clients).view(self.clients, -1)
-        return (within < torch.tensor(self.counts)[:, None]).view(-1).nonzero().view(-1)
+        filled = (within < torch.tensor(self.counts)[:, None]).view(-1).nonzero().view(-1)
+        found: Tensor = to_device(filled, self.device)  # made on the host, which would wait for the device otherwise
+        return found
 
     @cached_property
     def _row_of(self) -> Tensor:
         """For each slot its row; one without an example has the first, so that what is computed there is finite."""
-        return torch.zeros(self.clients * self.width, dtype=torch.int64).index_copy(
-            0, self._slots, torch.arange(self.rows)
-        )
+        nowhere = torch.zeros(self.clients * self.width, dtype=torch.int64, device=self.device)
+        return nowhere.index_copy(0, self._slots, torch.arange(self.rows, device=self.device))
 
     def sums(self, t: Tensor, per: int) -> Tensor:
         """Sum over each client's part of a tensor that has `per` entries for each row, [clients, …]."""
@@ -181,9 +184,9 @@ class FoldedRows:
 
     def __init__(self, x: Tensor, y: Tensor, counts: Sequence[int]) -> None:
         self.x, self.y, self.counts = x, y, counts
-        self.width = x.shape[0]
+        self.width, self.device = x.shape[0], x.device
         left = max((c + 1 for c, n in enumerate(counts) if n), default=1)
-        self._full = PackedClients([self.width] * left + [0] * (len(counts) - left), self.width, packed=False)
+        self._full = PackedClients([self.width] * left + [0] * (len(counts) - left), self.width, False, x.device)
 
     @property
     def all_live(self) -> bool:
@@ -192,7 +195,7 @@ class FoldedRows:
 
     def live(self, dtype: torch.dtype) -> Tensor:
         """1 for each client that has an example, 0 for others."""
-        return torch.tensor([float(n > 0) for n in self.counts], dtype=dtype)
+        return self._numbers([float(n > 0) for n in self.counts], dtype)
 
     def layout(self, parameters: int, layers: int) -> PackedClients:
         """With empty slots, or without them where a model is so large that more products cost less than empty rows.
@@ -206,20 +209,27 @@ class FoldedRows:
 
     @cached_property
     def _packed(self) -> PackedClients:
-        return PackedClients(self.counts, self.width, packed=True)
+        return PackedClients(self.counts, self.width, True, self.device)
 
     @cached_property
     def _shares(self) -> Tensor:
         return torch.tensor([1.0 / max(1, n) for n in self.counts], dtype=torch.float64)
 
+    def _numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """A number for each client, where the examples lie."""
+        found: Tensor = to_device(torch.tensor(values, dtype=dtype), self.device)
+        return found
+
     def means(self, values: Tensor, layout: PackedClients) -> Tensor:
         """Mean over each client's examples of values of the rows of a layout; 0 where there is none."""
         if min(self.counts) == self.width:
             return values.view(-1, self.width).mean(1)
-        client, share = layout.client, self._shares.to(values.dtype)
+        client = layout.client
+        share: Tensor = to_device(self._shares.to(values.dtype), self.device)
         if not layout.packed:
-            at = torch.arange(layout.rows) % self.width
-            values = torch.where(at < torch.tensor(self.counts).index_select(0, client), values, 0.0)
+            at = torch.arange(layout.rows, device=self.device) % self.width
+            counts = self._numbers(self.counts, torch.int64)
+            values = torch.where(at < counts.index_select(0, client), values, 0.0)
         return values.new_zeros(layout.clients).index_add(0, client, values) * share
 
 
@@ -508,7 +518,7 @@ class Folded:
         with mapped_by_hand():
             if not batched:
                 inputs = inputs.expand(sizes[0], *inputs.shape)
-            layout = PackedClients([inputs.shape[1]] * sizes[0], inputs.shape[1], packed=False)
+            layout = PackedClients([inputs.shape[1]] * sizes[0], inputs.shape[1], False, inputs.device)
             out, seen = self._run(held, inputs.flatten(0, 1), layout, layer, memory)
             out, seen = layout.put(out), None if seen is None else layout.put(seen)
         return wrapped(out), None if seen is None else wrapped(seen)

@@ -72,7 +72,7 @@ def _each_once(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     each = [row[row >= 0].unique(return_inverse=True) for row in rows]
     if all(len(own) == len(at) for own, at in each):
         return None
-    own = pad([rows_of(mine.numpy(), rows.shape[2]) for mine, _ in each])
+    own = pad([rows_of(mine.cpu().numpy(), rows.shape[2]) for mine, _ in each]).to(rows.device)
     places = torch.full_like(rows, -1)
     for k, (_, at) in enumerate(each):
         places[k, rows[k] >= 0] = at

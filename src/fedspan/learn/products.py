@@ -47,7 +47,7 @@ def _large(a: Tensor, columns: int) -> bool:
     """Whether the product of a matrix, or of each of a stack, with one of so many columns is worth oneDNN's start."""
     rows, inner = a.shape[-2:]
     worth = rows * inner * columns >= LARGE and min(inner, columns) >= 32
-    return worth and _LINEAR is not None and a.dtype == torch.float32
+    return worth and _LINEAR is not None and a.dtype == torch.float32 and a.device.type == "cpu"
 
 
 def times(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, vmap
 
 from fedspan import tree
 from fedspan.errors import ConfigError
+from fedspan.learn.accelerator import HOST, to_device
 from fedspan.learn.batches import Batch
 from fedspan.learn.folded import Folded, is_folding, mapped_by_hand, run_watched, stacked
 from fedspan.learn.folded import fold as fold_clients
@@ -119,6 +120,8 @@ class Task:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"Task: the model must be an nn.Module or build one. Got {type(module).__name__}.")
         self._origin: Task | None = None
+        self.device = HOST
+        self._elsewhere: dict[torch.device, Task] = {}
         self.kind, self.dtype, self.seed = kind, dtype, seed if seed is not None else 0
         self.module = self._prepare(module)
         self._own_loss, self._loss_of, self.ties, self.ignored = loss, loss_of, ties, ignored
@@ -136,20 +139,48 @@ class Task:
         self.stats = [k for k, _ in self.module.named_buffers() if k.endswith(("running_mean", "running_var"))]
         self._dropouts = [f"{k}.key" for k, m in self.module.named_modules() if isinstance(m, Dropout)]
         self.body = [k for k in self.names if k not in set(self.head)]
+        self._prepare_steps()
+        self.kinds: dict[str, Task] = {}
+        self.turns: tuple[str, ...] = ()
+        self._smallest: Task | None = None
+        if not self.names:
+            raise ConfigError("Task: the model has no trainable parameters.")
+
+    def _prepare_steps(self) -> None:
+        """What training and evaluation find out about the module, from nothing."""
         self._fused: tuple[nn.Module, Step, set[str]] | None = None
         if not self.stats:
             module, step, names = fuse(self.module)
             self._fused = (module, step, set(names)) if names else None
+        # How many layers should run in a forward pass; None once that has been seen to hold.
+        self._fused_layers: int | None = sum(k.endswith("weight") for k in (self._fused[2] if self._fused else ()))
         self._with_clients: dict[bool, Folded | None] = {}
         self._head_task: tuple[Task | None] | None = None
         self.layout = Layout(self.module)
-        self.kinds: dict[str, Task] = {}
-        self.turns: tuple[str, ...] = ()
-        self._smallest: Task | None = None
-        # How many layers should run in a forward pass; None once that has been seen to hold.
-        self._fused_layers: int | None = sum(k.endswith("weight") for k in (self._fused[2] if self._fused else ()))
-        if not self.names:
-            raise ConfigError("Task: the model has no trainable parameters.")
+
+    # ---------------------------------------------------------------- devices
+
+    def on(self, device: torch.device) -> Task:
+        """The same task with its constants and its start on another device; made once, and this one stays as it is."""
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            members = self.kinds or {"": self}
+            moved = {k: task._moved(device) for k, task in members.items()}
+            for k, task in members.items():
+                task._elsewhere[device] = moved[k]
+                if self.kinds:
+                    least = next(name for name, other in members.items() if other is task._smallest)
+                    moved[k].kinds, moved[k]._smallest = moved, moved[least]
+        return self._elsewhere[device]
+
+    def _moved(self, device: torch.device) -> Task:
+        task, there = copy.copy(self), dict[tuple[int, torch.Size], Tensor]()
+        task.module, task._eval = (_copied(module, device, there) for module in (self.module, self._eval))
+        task.device, task._elsewhere = device, {}
+        task._origin = None if self._origin is None else self._origin.on(device)
+        task._prepare_steps()
+        return task
 
     # ---------------------------------------------------------------- models of several kinds
 
@@ -196,7 +227,8 @@ class Task:
         if self._zero_head:
             self._cleared(module)
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return {k: state[k].detach().clone() for k in [*self.names, *self.stats]}
+        drawn: Params = to_device({k: state[k].detach().clone() for k in [*self.names, *self.stats]}, self.device)
+        return drawn
 
     def fingerprint(self) -> str:
         """A short hash of the common start: names, shapes and values."""
@@ -605,7 +637,7 @@ class Task:
         with torch_seed(*parts):
             if self._build is not None:
                 return self._prepare(self._build())
-            module = copy.deepcopy(self.module)
+            module = _copied(self.module, HOST, {})  # where draws are the same, whatever computes with them
             for name, m in module.named_modules():
                 if not any(p.requires_grad for p in m.parameters(recurse=False)):
                     continue
@@ -646,6 +678,26 @@ def _outputs_of_heads(*given: Tensor) -> Tensor:
     C, r, classes, _ = weight.shape
     out = product(weight.reshape(C, r * classes, -1), features.mT).view(C, r, classes, -1)
     return out.add_(bias[0][..., None]) if bias else out
+
+
+def _copied(module: nn.Module, device: torch.device, there: dict[tuple[int, torch.Size], Tensor]) -> nn.Module:
+    """A copy of a module on a device; memory that copies share (constants of a language model) is shared there too.
+
+    Args:
+        there: by address and shape what has been moved.
+    """
+    module = copy.deepcopy(module)
+    same: dict[int, tuple[Tensor, Any]] = {}  # tensors that stand in several layers stay one
+    for m in module.modules():
+        for held in (m._parameters, m._buffers):
+            for name, t in held.items():
+                if t is None or t.device == device:
+                    continue
+                if id(t) not in same:
+                    new = there.setdefault((t.data_ptr(), t.shape), t.detach().to(device))
+                    same[id(t)] = t, nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
+                held[name] = same[id(t)][1]
+    return module
 
 
 def _all_of(y: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def cosine(z: Tensor) -> Tensor:
 def neighbours(sigma: Tensor, allowed: Tensor, tau: float, at_least: int) -> Tensor:
     """Who is averaged with whom, [n, n]: all allowed with σ ≥ τ and oneself; the most alike if those are too few."""
     n = len(sigma)
-    own = torch.eye(n, dtype=torch.bool)
+    own = torch.eye(n, dtype=torch.bool, device=sigma.device)
     member = ((sigma >= tau) & allowed[None, :]) | own
     # The most similar first, oneself before all, strangers last; equal scores in order of the clients' numbers.
     score = sigma.masked_fill(~allowed[None, :], -torch.inf).masked_fill(own, torch.inf)

@@ -40,7 +40,7 @@ def scaled_step(U: Tensor, M: Tensor, C: Tensor, ridge: float, most: float | Non
         # With UᵀU = L Lᵀ this is M L (Lᵀ C L + ρ I)⁻¹ Lᵀ: no inverse of UᵀU, which single precision could not give.
         _, L, _ = gauge(U.double())
         inner = L.T @ A @ L
-        inner = inner + ridge * inner.diagonal().mean() * torch.eye(len(A), dtype=A.dtype)
+        inner = inner + ridge * inner.diagonal().mean() * torch.eye(len(A), dtype=A.dtype, device=A.device)
         inverted = L @ torch.linalg.pinv(inner, hermitian=True) @ L.T
     else:
         inverted = torch.linalg.pinv(C, hermitian=True)
@@ -114,12 +114,12 @@ def cut(U: Tensor, C: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def triangle(C: Tensor) -> Tensor:
     """The upper triangle of a symmetric matrix as a vector: r(r+1)/2 numbers."""
-    i, j = torch.triu_indices(len(C), len(C))
+    i, j = torch.triu_indices(len(C), len(C), device=C.device)
     return C[i, j]
 
 
 def from_triangle(t: Tensor, r: int) -> Tensor:
     """The inverse of `triangle`."""
-    i, j = torch.triu_indices(r, r)
+    i, j = torch.triu_indices(r, r, device=t.device)
     upper = torch.zeros(r, r, dtype=t.dtype, device=t.device).index_put((i, j), t)
     return upper + upper.triu(1).T

@@ -113,7 +113,9 @@ class Cfl(Sharing, Observed, Cautions):
                 if part is not None:
                     cluster = cluster.index_fill(0, known[part], len(parent))
                     parent.append(c)
-        models = tree.take({k: server[k] for k in ("theta", "optimizer") if k in server}, torch.tensor(parent))
+        models = tree.take(
+            {k: server[k] for k in ("theta", "optimizer") if k in server}, torch.tensor(parent, device=ids.device)
+        )
         theta = models["theta"]
         step = cluster_mean(round.each["delta"], round.weights, cluster[ids], len(parent), tree.zeros_like(theta))
         a, m, moved = *self._norms(round, cluster, a[parent], m[parent]), cluster[ids]
@@ -121,8 +123,9 @@ class Cfl(Sharing, Observed, Cautions):
         if clusters > 1:  # an earlier split left these where they were, as nobody had heard them
             for k in ids[~heard[ids]].tolist():
                 if int(cluster[k]) not in divided:
-                    cluster = cluster.index_fill(0, torch.tensor([k]), self._nearest(S[k], cluster, heard, len(parent)))
-        live = torch.zeros(len(parent), dtype=torch.bool).index_fill(0, moved, True)
+                    at = torch.tensor([k], device=ids.device)
+                    cluster = cluster.index_fill(0, at, self._nearest(S[k], cluster, heard, len(parent)))
+        live = torch.zeros(len(parent), dtype=torch.bool, device=ids.device).index_fill(0, moved, True)
         return {
             **self.server.step(models, {"theta": tree.add(theta, step)}, live),  # θ_c ← θ_c + mean of its members' Δθ_k
             "delta": delta,
@@ -144,7 +147,7 @@ class Cfl(Sharing, Observed, Cautions):
         for c in sorted(set(cluster[round.ids].tolist())):
             here = cluster[round.ids] == c
             w = round.weights[here].to(torch.float64)
-            at = torch.tensor([c])
+            at = torch.tensor([c], device=cluster.device)
             a = a.index_fill(0, at, float((w @ updates[here] / w.sum()).norm()))
             m = m.index_fill(0, at, float(updates[here].norm(dim=1).max()))
         return a, m
@@ -154,7 +157,7 @@ class Cfl(Sharing, Observed, Cautions):
         from sklearn.cluster import AgglomerativeClustering
 
         model = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage=self.linkage)
-        part = torch.from_numpy(model.fit_predict(1 - S.numpy())).bool()
+        part = torch.from_numpy(model.fit_predict(1 - S.cpu().numpy())).bool().to(S.device)
         part = ~part if 2 * int(part.sum()) > len(part) else part
         across = float(S[~part][:, part].max())
         gamma = math.sqrt(max(0.0, 1 - across) / 2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedspan import tree
+from fedspan.learn.accelerator import widest
 from fedspan.learn.batches import Amount, Batch, Batches, Epochs, Portion
 from fedspan.learn.sgd import gradient_and_value
 from fedspan.learn.task import Task
@@ -83,7 +84,7 @@ class FedAla(Sharing):
         differ = torch.stack([(g != 0).any() for g in gap.values()] or [torch.tensor(False)]).any()
         active, losses = torch.ones_like(fresh), list[Tensor]()
         for k in range(self.start_passes if A else 0):
-            total = weight = torch.zeros_like(fresh, dtype=torch.float64)
+            total = weight = torch.zeros_like(fresh, dtype=widest(fresh.device))
             for batch in stream:
                 slope, value = gradient_and_value(loss, at(A), batch)
                 # W ← clip(W − η ∇L(Θ̂_i) ∘ (Θ − Θ_i))

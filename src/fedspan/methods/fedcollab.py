@@ -101,7 +101,7 @@ class FedCollab(Sharing, Announces, Observed):
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         own: Tree = {"theta": tree.take(server["theta"], server["coalition"][ids])}
         if "D" in server and round <= self.distance_rounds:
-            rows = torch.stack([_pairs(int(i), len(server["n"])) for i in ids])
+            rows = torch.stack([_pairs(i, len(server["n"])) for i in ids.tolist()]).to(ids.device)
             return Down(own={"D": tree.take(server["D"], rows)})
         return Down(own={} if 0 < round <= self.distance_rounds and not bool(server["settled"]) else own)
 
@@ -120,7 +120,8 @@ class FedCollab(Sharing, Announces, Observed):
                 visit.common["key"], visit["train"].x[0].numel(), classes, self.distance_hidden, weight.dtype
             )
             D = {name: one.expand(visit.clients - 1, *one.shape) + 0 * weight for name, one in first.items()}
-        side = (torch.arange(visit.clients - 1) < client["id"]).to(weight.dtype)  # 1 for the second of a pair
+        others = torch.arange(visit.clients - 1, device=weight.device)
+        side = (others < client["id"]).to(weight.dtype)  # 1 for the second of a pair
 
         def tell_apart(D: Params, batch: Batch) -> Tensor:
             guess = _discriminate(D, batch, classes)
@@ -146,7 +147,7 @@ class FedCollab(Sharing, Announces, Observed):
             server = self._settled(server)
         here, models = server["coalition"][round.ids], int(server["coalition"].max()) + 1
         theta = cluster_mean(round.each["theta"], round.weights, here, models, server["theta"])
-        live = torch.zeros(models, dtype=torch.bool).index_fill(0, here, True)
+        live = torch.zeros(models, dtype=torch.bool, device=here.device).index_fill(0, here, True)
         return {**server, **self.server.step(server, {"theta": theta}, live)}
 
     def _learn(self, server: Tree, round: Round) -> Tree:
@@ -170,7 +171,8 @@ class FedCollab(Sharing, Announces, Observed):
         return {**server, "D": D, "d": d}
 
     def _settled(self, server: Tree) -> Tree:
-        coalition = self.coalitions(_known(server["d"]), server["n"])
+        n: Tensor = server["n"]
+        coalition = self.coalitions(_known(server["d"]).cpu(), n.cpu()).to(n.device)  # thousands of small sums
         count = int(coalition.max()) + 1
         models = {"theta": tree.map(lambda a: a[:1].expand(count, *a.shape[1:]).clone(), server["theta"])}
         left = {k: v for k, v in server.items() if k not in ("D", "optimizer")}
@@ -228,7 +230,7 @@ def _drawn(k: Tensor, inputs: int, classes: int, hidden: int, dtype: torch.dtype
     shapes = {"x": (inputs, hidden), "y": (classes, hidden), "o": (hidden, 1)}
     start = {name: normal(fold(k, j), s, dtype) / s[0] ** 0.5 for j, (name, s) in enumerate(shapes.items())}
     start["o"] = start["o"][:, 0]
-    return {**start, "b": torch.zeros(hidden, dtype=dtype), "c": torch.zeros((), dtype=dtype)}
+    return {**start, "b": start["o"].new_zeros(hidden), "c": start["o"].new_zeros(())}
 
 
 def _discriminate(D: Params, batch: Batch, classes: int) -> Tensor:

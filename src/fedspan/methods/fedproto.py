@@ -193,7 +193,7 @@ class FedTgp(FedProto):
 
         order = generator(int(fold(server["key"], round.round)), "prototypes")
         passes = [rows_of(order.permutation(len(P)), self.server_batch) for _ in range(self.server_epochs)]
-        batches = Batches(P, y, torch.from_numpy(np.concatenate(passes)), server["key"])
+        batches = Batches(P, y, torch.from_numpy(np.concatenate(passes)).to(P.device), server["key"])
         g = self.descend(contrast, server["g"], batches, self.lr if self.lr_server is None else self.lr_server)
         seen = server["seen"].index_fill(0, y, True)
         return {**server, "g": g, "seen": seen, "p": self.generate(g) * seen[:, None]}

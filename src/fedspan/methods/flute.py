@@ -39,7 +39,7 @@ def collapse(W: Tensor, c: Tensor) -> Tensor:
     """NC(W, c) = ‖W Wᵀ/‖W Wᵀ‖ − (I − 11ᵀ/C)∘ccᵀ/√(C − 1)‖: how far class weights are from a simplex."""
     C = len(W)
     gram = W @ W.T
-    simplex = (torch.eye(C, dtype=W.dtype) - 1 / C) / max(1, C - 1) ** 0.5
+    simplex = (torch.eye(C, dtype=W.dtype, device=W.device) - 1 / C) / max(1, C - 1) ** 0.5
     gap = gram / gram.square().sum().clamp_min(_TINY).sqrt() - simplex * torch.outer(c, c)
     far: Tensor = gap.square().sum().clamp_min(_TINY).sqrt()
     return far

@@ -95,7 +95,7 @@ class Ifca(Sharing, Judged):
         F = torch.stack(losses)
         best = F.argmin()  # ĵ = argmin_j F_i(θ_j); the first of equals
         theta: Params = tree.map(lambda a: a.index_select(0, best[None])[0], down["theta"])
-        return torch.arange(self.clusters) == best, theta
+        return torch.arange(self.clusters, device=best.device) == best, theta
 
     def server_update(self, server: Tree, round: Round) -> Tree:
         cluster = round.each["s"].to(torch.int64).argmax(1)
@@ -110,7 +110,7 @@ class Ifca(Sharing, Judged):
             names = self._bodies(round.each["theta"], server)
             everyone = cluster_mean(tree.select(round.each["theta"], names), w, 0 * cluster, 1, tree.select(old, names))
             mean = mean | tree.map(lambda a: a[:1].expand(self.clusters, *a.shape[1:]).clone(), everyone)
-        live = member.any(0) if self.clustered == "all" else torch.ones(self.clusters, dtype=torch.bool)
+        live = member.any(0) if self.clustered == "all" else member.new_ones(self.clusters, dtype=torch.bool)
         return self.server.step(server, {"theta": mean}, live)
 
     def _bodies(self, sent: Params, server: Tree) -> list[str]:

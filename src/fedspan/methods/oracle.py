@@ -55,5 +55,5 @@ class Oracle(Sharing):
         groups = len(next(iter(tree.leaves(server["theta"])), torch.empty(0)))
         here = server["group"][round.ids]
         theta = cluster_mean(round.each["theta"], round.weights, here, groups, server["theta"])
-        live = torch.zeros(groups, dtype=torch.bool).index_fill(0, here, True)
+        live = torch.zeros(groups, dtype=torch.bool, device=here.device).index_fill(0, here, True)
         return {**self.server.step(server, {"theta": theta}, live), "group": server["group"]}

@@ -129,7 +129,7 @@ class PFedFda(Sharing, Estimates):
     def discriminant(self, g: Gaussians, prior: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [C, D] and biases [C] of the linear discriminant: Σ⁻¹μ_c and log π_c − ½ μ_cᵀΣ⁻¹μ_c."""
         D = g.S.shape[-1]
-        eye = torch.eye(D, dtype=g.S.dtype)
+        eye = torch.eye(D, dtype=g.S.dtype, device=g.S.device)
         level = g.S.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] / D
         coef = torch.linalg.solve((1 - self.epsilon) * g.S + self.epsilon * level * eye, g.mu.mT).mT
         return coef, prior.log() - 0.5 * (g.mu * coef).sum(-1)
@@ -139,7 +139,7 @@ class PFedFda(Sharing, Estimates):
         count = member.sum(0)[:, None]
         mu = torch.where(count > 2, member.T @ f / count.clamp_min(1), common.mu)
         centred = (f - member @ mu) * member.sum(1, keepdim=True)
-        eye = torch.eye(f.shape[1], dtype=f.dtype)
+        eye = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
         return Gaussians(mu, centred.T @ centred / (count.sum() - 1).clamp_min(1) + self.ridge * eye)
 
     def _adapt(
@@ -172,7 +172,7 @@ class PFedFda(Sharing, Estimates):
                 total = total - (torch.log_softmax(f @ coef.T + bias, 1) * held).sum()
             return torch.nan_to_num(total, nan=torch.inf)
 
-        ticks = torch.linspace(0, 1, 5, dtype=f.dtype)
+        ticks = torch.linspace(0, 1, 5, dtype=f.dtype, device=f.device)
         grid = torch.cartesian_prod(ticks, ticks) if not self.single_beta else torch.stack([ticks, ticks], 1)
         best = grid[vmap(badness)(grid).argmin()]  # the first of equals: the common statistics
         near = (best + (grid - 0.5) / 4).clamp(0, 1)

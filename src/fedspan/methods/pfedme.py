@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fedspan import tree
 from fedspan.errors import ConfigError
+from fedspan.learn.accelerator import widest
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
 from fedspan.method import (
@@ -138,7 +138,7 @@ class L2gd(Sharing, Announces, Estimates):
 
     def coins(self, shared: Tensor, round: Tensor, steps: int) -> Tensor:
         """Which of the local steps of a round go to the mean."""
-        return uniform(fold(shared, round), (steps,), torch.float64) < self.p
+        return uniform(fold(shared, round), (steps,), widest(shared.device)) < self.p
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
         theta, h = self.split(task, task.init())

@@ -145,7 +145,7 @@ class PriSM(Sharing, Ranked, Observed):
             V = mean["V"][k + "V"]
             R = min(len(U), len(V))
             for f, factor in (("U", U), ("V", V)):
-                place = (torch.arange(R) == at[:, None]).to(factor.dtype)  # [r, R]
+                place = (torch.arange(R, device=at.device) == at[:, None]).to(factor.dtype)  # [r, R]
                 out[f][k + f] = factor @ place
             out["c"][k] = place.sum(0)
         return out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.layers import Dictionary, Plain, Which, choose, convert, part, parts, structured
+from fedspan.learn.accelerator import widest
 from fedspan.learn.batches import Batch
 from fedspan.learn.task import Task
 from fedspan.method import About, Capacity, ClientInfo, Converts, Discloses, Sent, Sharing, Visit
@@ -91,7 +92,7 @@ class Waffle(Sharing, Converts):
         """KL(q‖prior) of one layer, with one draw of v."""
         logit, c, d = q[part(layer, "logit")], q[part(layer, "log_c")].exp(), q[part(layer, "log_d")].exp()
         alpha = float(len(logit)) if self.alpha is None else self.alpha
-        u = uniform(k, logit.shape, torch.float64).clamp(_EDGE, 1 - _EDGE).to(logit.dtype)
+        u = uniform(k, logit.shape, widest(k.device)).clamp(_EDGE, 1 - _EDGE).to(logit.dtype)
         v = (1 - (1 - u) ** (1 / d)).clamp(_EDGE, 1 - _EDGE) ** (1 / c)
         # Exact, as the other term of this divergence has the factor (second parameter of Beta − 1) = 0.
         kl_v = (c - alpha) / c * (-_EULER - torch.digamma(d) - 1 / d) + (c * d).log() - math.log(alpha) - (d - 1) / d
@@ -104,7 +105,7 @@ class Waffle(Sharing, Converts):
     def drawn(self, q: Params, layer: str, k: Tensor) -> Tensor:
         """z from a relaxed Bernoulli."""
         logit = q[part(layer, "logit")]
-        u = uniform(k, logit.shape, torch.float64).clamp(_EDGE, 1 - _EDGE).to(logit.dtype)
+        u = uniform(k, logit.shape, widest(k.device)).clamp(_EDGE, 1 - _EDGE).to(logit.dtype)
         return ((logit + u.log() - torch.log1p(-u)) / self.tau).sigmoid()
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:

@@ -198,13 +198,13 @@ class RoundDriver(ABC):
         if got.enough:
             dtype = self.settings.torch_dtype
             sizes = r.defence.capped_sizes(self.transport.sizes)
-            server = advance(self.method, r.server, t, got, sizes=sizes, dtype=dtype)
+            server = advance(self.method, r.server, t, got, sizes=sizes, dtype=dtype, placed=self.engine.at_home)
         common, news = r.common, None
         if server is not None:
             r.progress.last_norm = self._watch(t, server)
             news = able.announces.announce(server, t)
         if news is not None:
-            common = able.announces.hear(common, news)
+            common = self.engine.at_home(able.announces.hear(common, news))
         # Nothing of the round is kept before all of it is known to be finite.
         self.transport.keep()
         r.server, r.common = tree.contiguous(r.server if server is None else server), tree.contiguous(common)
@@ -325,7 +325,7 @@ class RoundDriver(ABC):
             bytes={**p.bytes.totals(self.transport.counted), "names": names},
             seconds=dict(p.seconds),
             config=self.config,
-            versions=versions(),
+            versions=versions(self.engine.device),
             curve=lines,
             digest=self.record.digest(),
             messages=self.messages,
@@ -361,20 +361,33 @@ def _interrupt() -> None:
 # ---------------------------------------------------------------------------------------------------- steps of a round
 
 
-def advance(method: Method, server: Tree, t: int, got: Collected, *, sizes: Index, dtype: torch.dtype) -> Tree | None:
-    """The server's state after round t; None if the uploads have no weight, and it stays as it is."""
+def advance(
+    method: Method,
+    server: Tree,
+    t: int,
+    got: Collected,
+    *,
+    sizes: Index,
+    dtype: torch.dtype,
+    placed: Callable[[Any], Any] = lambda values: values,
+) -> Tree | None:
+    """The server's state after round t; None if the uploads have no weight, and it stays as it is.
+
+    Args:
+        placed: brings what was collected, and what a method makes on the host, to the device of the server's state.
+    """
     if sum(got.weights.values()) == 0.0:
         return None
     ids = sorted(got.weights)
     told = Round(
         round=t,
-        ids=torch.tensor(ids),
-        n=torch.from_numpy(sizes[ids]).to(dtype),
-        weights=torch.tensor([got.weights[i] for i in ids], dtype=dtype),
-        mean=got.mean.result(),
-        each=tree.stack([got.each[i] for i in ids]),
-        missing=torch.tensor([i for i in got.asked if i not in got.weights], dtype=torch.int64),
-        totals=got.mean.totals,
+        ids=placed(torch.tensor(ids)),
+        n=placed(torch.from_numpy(sizes[ids]).to(dtype)),
+        weights=placed(torch.tensor([got.weights[i] for i in ids], dtype=dtype)),
+        mean=placed(got.mean.result()),
+        each=placed(tree.stack([got.each[i] for i in ids])),
+        missing=placed(torch.tensor([i for i in got.asked if i not in got.weights], dtype=torch.int64)),
+        totals=placed(got.mean.totals),
     )
     given = Unchanged(server=server, mean=told.mean, each=told.each)
     try:
@@ -382,7 +395,7 @@ def advance(method: Method, server: Tree, t: int, got: Collected, *, sizes: Inde
     except torch.linalg.LinAlgError as e:  # type: ignore[attr-defined]  # what overflowed has no singular values
         who = type(method).__name__
         raise Divergence(f"{who}: the server cannot decompose what it received in round {t}; use a smaller lr.") from e
-    new = check_server(method, server, made, t)
+    new: Tree = placed(check_server(method, server, made, t))
     given.check(method, "server_update", t)
     return new
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch.func import vmap
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError, FedspanError
+from fedspan.learn import accelerator
 from fedspan.learn.batches import SHUFFLED, Amount, Batch, Batches, Epochs, Index, KeyedTransform, draw, pad, rows_of
 from fedspan.learn.folded import folding, has_folded_form
 from fedspan.learn.frozen_body import FrozenBody
@@ -42,6 +43,10 @@ MIDDLE_MODEL = 1_000_000
 
 AT_ONCE = 2_400_000
 """Parameters of the clients of a folded chunk together: what a processor's caches hold."""
+
+
+AT_ONCE_ON_A_DEVICE = 250_000_000
+"""Parameters of the clients of a chunk on an accelerator: 1 GB for each copy of them in float32."""
 
 
 TRAINING = "before "
@@ -109,9 +114,13 @@ class Engine:
     judging: EvaluationSettings = field(default_factory=EvaluationSettings)
     precision: Precision = "float32"
     """What training passes are computed in; float64 where the task and the data are."""
+    device: torch.device = accelerator.HOST
+    """What it computes on; task and data are given on the host, and results lie on the device."""
 
     def __post_init__(self) -> None:
         self._models: dict[Capacity, Task] = {}
+        self._there: tuple[Inputs, Tensor, Tensor | None] | None = None
+        self._fitting = accelerator.Fitting(self.device)
         self._shapes = SameShapes()
         self.able = Abilities(self.method)
         self._by_rule: dict[str | None, Abilities] = {None: self.able}
@@ -120,18 +129,58 @@ class Engine:
         self.gathered = [m for m in self.metrics if m.name not in summed]
         self.dtype = next(iter(self.task.init().values())).dtype
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a process that is sent this engine needs: nothing that lies on a device."""
+        return self.__dict__ | {"_models": {}, "_there": None, "_fitting": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.device = accelerator.assigned(self.device)
+        self._fitting = accelerator.Fitting(self.device)
+
     def model(self, capacity: Capacity) -> Task:
-        """The task as the method trains it at one capacity, built once."""
+        """The task as the method trains it at one capacity, built once, on the engine's device."""
+        return self.host_model(capacity).on(self.device)
+
+    def host_model(self, capacity: Capacity) -> Task:
+        """The same on the host, where it is drawn, so that every device begins alike."""
         if capacity not in self._models:
             self._models[capacity] = self.able.model(self.task, capacity)
         return self._models[capacity]
+
+    @property
+    def home(self) -> torch.device:
+        """Where the server's state lies and is computed with: on the device, or the host if that has no float64."""
+        return accelerator.HOST if self.device.type == "mps" else self.device
+
+    def at_home(self, values: Any) -> Any:
+        """A tree where the server's state lies."""
+        return values if self.device.type == "cpu" else accelerator.to_device(values, self.home)
+
+    def placed(self, values: Any) -> Any:
+        """A tree on the engine's device."""
+        return values if self.device.type == "cpu" else accelerator.to_device(values, self.device)
+
+    @property
+    def pool(self) -> tuple[Inputs, Tensor, Tensor | None]:
+        """Inputs, labels and the clients' names for classes, on the engine's device: moved there once."""
+        if self._there is None:
+            data = self.data
+            self._there = self.placed((data.x, data.y)) + (None if data.relabel is None else self.placed(data.relabel),)
+        return self._there
+
+    def ids(self, ids: Sequence[int], at_home: bool = False) -> Tensor:
+        """Numbers of clients, to be used on the device, or beside the server's state."""
+        found: Tensor = (self.at_home if at_home else self.placed)(torch.tensor(ids, dtype=torch.int64))
+        return found
 
     def begin(self, capacity: Capacity, client: int) -> Tree:
         """A client's private state before its first round."""
         who = ClientInfo(client, capacity, key(self.seed, "client", client), self.seed)
         made = self.method.init_client(self.model(capacity), who)
         need_tensors(self.method, "init_client", made)
-        return made
+        placed: Tree = self.placed(made)
+        return placed
 
     def update(
         self,
@@ -149,9 +198,9 @@ class Engine:
 
         `raw` leaves uploads as they are before the codecs, for whoever really writes them; `keep_raw` gives both.
         """
-        task, shared = self.model(capacity), tree.aligned(shared)
+        task, shared, common = self.model(capacity), tree.aligned(self.placed(shared)), self.placed(common)
         codecs = {} if raw else self.able.coded.codecs(round)
-        rows, own = tree.aligned((rows, own))  # now, so that what is watched is what the method is given
+        rows, own = tree.aligned(self.placed((rows, own)))  # now, so that what is watched is what the method is given
         given = {"rows": rows, "shared": shared, "own": own, "common": common}
         watch = ChunkWatch(self.method, round, self._shapes, capacity, **given)
 
@@ -183,7 +232,8 @@ class Engine:
         The model is the one of `way`. Local rounds and fits for it leave no trace; of a client's `own` model `rows`
         hold its state (`row`) and what it sent (`sent`), as it has trained already.
         """
-        task, shared = self.model(capacity), tree.aligned(shared)
+        task, shared, common = self.model(capacity), tree.aligned(self.placed(shared)), self.placed(common)
+        rows, own = self.placed((rows, own))
         able = self._predicting_by(way.rule)
         plan = dict(able.adapts.personal_plan(task))
         if way.model == "trained":
@@ -213,7 +263,7 @@ class Engine:
 
         def one(client: Tree, mine: Tree, visit: Visit, held: Batches) -> dict[str, Any]:
             client, weights = weights_of(client, {**shared, **mine}, visit)
-            total: dict[str, Tensor] = {"n": torch.zeros((), dtype=self.dtype)}
+            total: dict[str, Tensor] = {"n": torch.zeros((), dtype=self.dtype, device=self.device)}
             seen: dict[str, list[Tensor]] = {"output": [], "y": [], "live": []}
             with torch.no_grad():
                 for batch in held:
@@ -229,13 +279,13 @@ class Engine:
 
         kept = [i for i in ids if len(getattr(self.data, part)[i])]
         if not kept:
-            return EvaluatedChunk({"n": torch.zeros(len(ids), dtype=self.dtype)})
-        at = torch.tensor([ids.index(i) for i in kept])
+            return EvaluatedChunk({"n": torch.zeros(len(ids), dtype=self.dtype, device=self.device)})
+        at = self.ids([ids.index(i) for i in kept])
         found = EvaluatedChunk({}, {m.name: [math.nan] * len(ids) for m in self.gathered})
         gather = partial(self._gather, task, found, {i: k for k, i in enumerate(ids)}) if self.gathered else None
         rows, own = tree.take(rows, at), tree.take(own, at)
         result: dict[str, Tensor] = self._each(one, capacity, round, kept, rows, own, common, plan, part, gather)
-        found.sums = {name: torch.zeros(len(ids), dtype=t.dtype).index_copy(0, at, t) for name, t in result.items()}
+        found.sums = {name: t.new_zeros(len(ids)).index_copy(0, at, t) for name, t in result.items()}
         return found
 
     def judges_together(
@@ -259,7 +309,7 @@ class Engine:
         fitted = way.model != "received" or able.adapts.personal_plan(task)
         if fitted or tree.leaves((rows, own)) or task.loss_of == "batch":
             return False
-        few = torch.from_numpy(np.concatenate([getattr(self.data, part)[i][:3] for i in ids])[:3])
+        few = self.placed(torch.from_numpy(np.concatenate([getattr(self.data, part)[i][:3] for i in ids])[:3]))
         if len(few) < 3:
             return False
         try:
@@ -267,7 +317,7 @@ class Engine:
         except AsksWho:
             return False
         with torch.no_grad():
-            three, two = (able.adapts.predict(task, weights, tree.take(self.data.x, few[:n])) for n in (3, 2))
+            three, two = (able.adapts.predict(task, weights, tree.take(self.pool[0], few[:n])) for n in (3, 2))
         return _alike({"": three[:2]}, {"": two})
 
     def evaluate_together(
@@ -287,10 +337,10 @@ class Engine:
         weights = self._common_weights(able, capacity, round, rows, {**shared, **own}, common)
         held = [getattr(self.data, part)[i] for i in ids]
         sizes = torch.tensor([len(some) for some in held])
-        owner = torch.repeat_interleave(torch.arange(len(ids)), sizes)
+        owner, n = torch.repeat_interleave(torch.arange(len(ids)), sizes), sizes.to(accelerator.widest(self.device))
         index = torch.from_numpy(rows_of(np.concatenate(held), self.evaluation_batch))
-        batches = Batches(self.data.x, self.data.y, index, key(self.seed, "visit", round))
-        n = sizes.to(torch.float64)
+        index, owner, n, stream = self.placed((index, owner, n, key(self.seed, "visit", round)))
+        batches = Batches(*self.pool[:2], index, stream)
         sums: dict[str, Tensor] = {"n": n}
         seen: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
@@ -318,8 +368,9 @@ class Engine:
         Raises:
             AsksWho: if they depend on the client after all.
         """
-        nothing = torch.zeros(())
-        visit = NobodysVisit(torch.tensor(round), nothing, nothing, self.data.clients, {}, common, capacity)
+        nothing, t = self.placed(torch.zeros(())), torch.tensor(round)
+        client, down, common = self.placed((client, down, common))
+        visit = NobodysVisit(t, nothing, nothing, self.data.clients, {}, common, capacity)
         weights = able.method.personal(self.model(capacity), client, tree.aligned(down), visit)
         need_tensors(self.method, "personal", weights)
         found: Tree = tree.detach(weights)
@@ -327,9 +378,10 @@ class Engine:
 
     def _renamed(self, y: Tensor, ids: list[int], whose: Tensor) -> Tensor:
         """Labels as the clients call them: example b is of client `ids[whose[b]]`."""
-        if self.data.relabel is None:
+        relabel = self.pool[2]
+        if relabel is None:
             return y
-        names = self.data.relabel[torch.tensor(ids)[whose]]
+        names = relabel[self.ids(ids)[whose]]
         return names.gather(1, y.reshape(len(y), -1)).reshape(y.shape)
 
     def _observed(self, client: Tree, n: Tensor, way: JudgedModel) -> dict[str, Tensor]:
@@ -363,7 +415,7 @@ class Engine:
         """Compute the metrics of one client's predictions; what is left are its sums."""
         seen = result[""]
         live = seen["live"]
-        y, scores = task.scores(seen["output"][live], seen["y"][live])
+        y, scores = (t.cpu() for t in task.scores(seen["output"][live], seen["y"][live]))
         found.predictions.append((client, y, scores))
         for m in self.gathered:
             try:
@@ -377,7 +429,7 @@ class Engine:
 
     def personal(self, capacity: Capacity, round: int, client: int, row: Tree, down: Tree, common: Tree) -> Tree:
         """The weights one client predicts with."""
-        task = self.model(capacity)
+        task, (row, down, common) = self.model(capacity), self.placed((row, down, common))
         visit = self.visit(capacity, round, client, self.able.adapts.personal_plan(task), common)
         with training_in(self.precision):
             result: Tree = tree.detach(self.method.personal(task, row, down, visit))
@@ -416,22 +468,54 @@ class Engine:
                         result = tree.detach(one(row, mine, visit, held))
                     results.append(result if finish is None else finish(result, i))
                 except RuntimeError as e:
+                    if accelerator.is_full(e):
+                        raise accelerator.too_small(self.device) from None
                     raise RuntimeError(f"round {round}, client {i}: {e}") from e
             return tree.stack(results)
 
+        self._fitting.guess(lambda: self._bytes_of_a_client(capacity, rows, own))
+
+        def work(some: slice) -> Any:
+            mine, theirs = tree.take((rows, own), some)
+            return self._mapped(one, capacity, round, ids[some], mine, theirs, common, plan, part, finish)
+
+        pieces = self._fitting.pieces(len(ids), work)
+        return pieces[0] if len(pieces) == 1 else tree.map(lambda *parts: torch.cat(parts), *pieces)
+
+    def _bytes_of_a_client(self, capacity: Capacity, rows: Tree, own: Tree) -> int:
+        """Parameters, state and download of one client, and a minibatch of it."""
+        state = sum(t[:1].nbytes for t in tree.leaves((rows, own)))
+        examples = self.batch_size or int(self.data.sizes.max())
+        batch = examples * sum(t[:1].nbytes for t in tree.leaves(self.data.x))
+        return tree.nbytes(self.host_model(capacity).init()) + state + batch
+
+    def _mapped(
+        self,
+        one: Callable[..., Any],
+        capacity: Capacity,
+        round: int,
+        ids: list[int],
+        rows: Tree,
+        own: Tree,
+        common: Tree,
+        plan: Mapping[str, Amount],
+        part: str | None,
+        finish: Callable[[Any, int], Any] | None,
+    ) -> Any:
+        """`_each` of clients that are computed at once."""
         longest = 0 if part is None else max(len(getattr(self.data, part)[i]) for i in ids)
         width = min(self.evaluation_batch, longest)  # no wider than the longest: empty slots cost as much as others
         streams = [self._streams(i, round, plan, part, width) for i in ids]
         index = {name: pad([s[name] for s in streams]) for name in streams[0]}
         keys = torch.stack([key(self.seed, "visit", round, i) for i in ids])
         sizes = torch.tensor([len(self.data.train[i]) for i in ids], dtype=self.dtype)
-        relabel = None if self.data.relabel is None else self.data.relabel[torch.tensor(ids)]
-        t, (rows, own) = torch.tensor(round), tree.aligned((rows, own))
+        index, keys, sizes = self.placed((index, keys, sizes))
+        t = torch.tensor(round)  # on the host, which reads it without waiting
+        x, y, relabel = self.pool
+        relabel, (rows, own) = None if relabel is None else relabel[self.ids(ids)], tree.aligned((rows, own))
 
         def mapped(client: Tree, mine: Tree, at: dict[str, Tensor], k: Tensor, n: Tensor, names: Tensor | None) -> Any:
-            batches = {
-                s: Batches(self.data.x, self.data.y, r, k, names, True, self._transform(s, plan)) for s, r in at.items()
-            }
+            batches = {s: Batches(x, y, r, k, names, True, self._transform(s, plan)) for s, r in at.items()}
             held = batches.pop("", None)
             return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
@@ -449,14 +533,14 @@ class Engine:
         part: str | None = None,
         capacity: Capacity = None,
     ) -> tuple[Visit, Batches | None, Tensor]:
-        k = key(self.seed, "visit", round, client)
-        names = None if self.data.relabel is None else self.data.relabel[client]
-        batches = {
-            s: Batches(self.data.x, self.data.y, torch.from_numpy(r), k, names, False, self._transform(s, plan))
-            for s, r in self._streams(client, round, plan, part, self.evaluation_batch).items()
-        }
-        held = batches.pop("", None)
+        x, y, relabel = self.pool
+        streams = self._streams(client, round, plan, part, self.evaluation_batch)
         n = torch.tensor(len(self.data.train[client]), dtype=self.dtype)
+        told = {s: torch.from_numpy(r) for s, r in streams.items()}, key(self.seed, "visit", round, client), n
+        index, k, n = self.placed(told)
+        names = None if relabel is None else relabel[client]
+        batches = {s: Batches(x, y, r, k, names, False, self._transform(s, plan)) for s, r in index.items()}
+        held = batches.pop("", None)
         return Visit(torch.tensor(round), k, n, self.data.clients, batches, common, capacity), held, k
 
     def _transform(self, stream: str, plan: Mapping[str, Amount]) -> KeyedTransform | None:
@@ -550,7 +634,9 @@ def mapping_fault(task: Task, x: Inputs, y: Tensor, way: Way = "vmap", precision
 
 def _alike(a: Tree, b: Tree) -> bool:
     """Whether two gradients agree far beyond what rounding explains; what is not finite is not judged here."""
-    one, other = (torch.cat([g.detach().reshape(-1).double() for g in tree.leaves(t)]) for t in tree.aligned((a, b)))
+    one, other = (
+        torch.cat([g.detach().reshape(-1).cpu().double() for g in tree.leaves(t)]) for t in tree.aligned((a, b))
+    )
     gap, scale = (one - other).abs().max(), torch.maximum(one.abs().max(), other.abs().max())
     return not bool(gap > 1e-2 * scale + 1e-6)
 
@@ -560,8 +646,11 @@ def _first_sentence(text: str) -> str:
     return line if len(line) <= 160 else line[:157] + "..."
 
 
-def chunk_size(mapping: str, participants: int, parameters: int, chunk: int | None) -> int:
+def chunk_size(mapping: str, participants: int, parameters: int, chunk: int | None, accelerators: int = 0) -> int:
     """Clients per chunk: from the configuration, or a rule on the round's size and the model's; never on the machine.
+
+    Accelerators are kept busy by many clients at once: each has one chunk, unless the uploads of a chunk would be too
+    large to lie side by side. What does not fit is computed in pieces, whose uploads are added up as if it did.
 
     One after another, sixteen chunks balance clients of different sizes over the workers. Mapped or folded, a step
     costs the same for few clients as for many while their parameters fit in the cache, so there are few chunks, but at
@@ -571,6 +660,8 @@ def chunk_size(mapping: str, participants: int, parameters: int, chunk: int | No
         return chunk
     if mapping == "loop":
         return max(1, -(-participants // 16))
+    if accelerators:
+        return max(1, min(-(-participants // accelerators), AT_ONCE_ON_A_DEVICE // max(1, parameters)))
     chunks = max(2, -(-participants // 16))
     most = AT_ONCE if mapping == "folded" else 4_000_000
     return max(1, min(-(-participants // chunks), most // max(1, parameters)))

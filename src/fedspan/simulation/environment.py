@@ -1,8 +1,8 @@
 """What a run's numbers depend on besides its configuration and data: versions and the processor, per span of rounds.
 
 The rule for going on with a run in another environment: another patch version of fedspan is noted; another fedspan,
-torch, NumPy or processor is a warning, since sums may round otherwise; both are recorded. Other data and another
-configuration are refused (`identity`), and so are files of another format (`storage.format_number`).
+torch, NumPy, processor or accelerator is a warning, since sums may round otherwise; both are recorded. Other data and
+another configuration are refused (`identity`), and so are files of another format (`storage.format_number`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import numpy as np
 import torch
 
 from fedspan import __version__
+from fedspan.learn import accelerator
 
 Span: TypeAlias = dict[str, Any]
 """`first` and `last` round, and the `versions` they were computed with."""
 
-_DECIDE = ("fedspan", "torch", "numpy", "machine", "cpu")
+_DECIDE = ("fedspan", "torch", "numpy", "machine", "cpu", "device")
 
 
-def versions() -> dict[str, str]:
-    """What the numbers depend on besides the configuration."""
+def versions(device: torch.device = accelerator.HOST) -> dict[str, str]:
+    """What the numbers depend on besides the configuration, where they are computed on this device."""
     return {
         "fedspan": __version__,
         "python": platform.python_version(),
@@ -33,6 +34,7 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "machine": platform.machine(),
         "cpu": cpu(),
+        "device": accelerator.called(device),
     }
 
 
@@ -62,7 +64,8 @@ def differences_on_resume(spans: Sequence[Span], now: dict[str, str]) -> tuple[l
     """Notes and warnings, one sentence each at most, for a run that goes on with other versions than its last span."""
     if not spans:
         return [], []
-    done, before = spans[-1]["last"], spans[-1]["versions"]
+    # Runs from before there was a choice were computed on the CPU.
+    done, before = spans[-1]["last"], {"device": "cpu", **spans[-1]["versions"]}
     unlike = [k for k in now if before.get(k) != now[k]]
     grave = [k for k in unlike if k in _DECIDE and not (k == "fedspan" and _patch(before.get(k), now[k]))]
     slight = [k for k in unlike if k not in grave]

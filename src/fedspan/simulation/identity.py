@@ -20,9 +20,10 @@ FREE_SECTIONS = frozenset({"name", "rounds", "evaluate"})
 what is measured besides."""
 
 FREE_SETTINGS = frozenset(
-    {"evaluate_after", "workers", "start_method", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
+    {"evaluate_after", "device", "workers", "start_method", "checkpoint_every", "checkpoint_seconds", "memory_mb"}
 )
-"""Of `Settings`: how and where a run is carried out and saved, and what is measured besides."""
+"""Of `Settings`: how and where a run is carried out and saved, and what is measured besides. Another device rounds
+otherwise, as another processor does: both are recorded with the rounds (`environment`)."""
 
 RENAMED = {"precision": "dtype"}
 """Of `Settings`: names that changed. Identities keep the name before, so that runs and hashes from then still fit."""

@@ -25,13 +25,16 @@ from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped, sample
 from fedspan.simulation.transport import Collected, MeasuredClients, in_order, partial_sum
-from fedspan.simulation.workers import Executor, Job, Meta, available_cores, executor_of, forks
+from fedspan.simulation.workers import Executor, InProcess, Job, Meta, available_cores, executor_of, forks
 from fedspan.storage.client_store import ClientStore
 from fedspan.tree import Tree
 from fedspan.wire import Direction, Ledger
 
 CHUNK_BYTES = 8 << 20
 """Private states and downloads of the clients that are judged in one piece of work."""
+
+DEVICE_CHUNK_BYTES = 512 << 20
+"""The same on an accelerator, which many clients at once keep busy."""
 
 OWN_BYTES = 64 << 20
 """Downloads of single clients that are made at once for an evaluation; those of more clients are made in turn."""
@@ -68,13 +71,23 @@ class LocalTransport:
     Args:
         record: holds the clients' rows and the server's state that downloads are made of.
         devices: what clients would compute with; rounds are then timed as if on them.
+        accelerators: what chunks are really computed on, one for each worker; the engine's device if not given.
     """
 
     who = "Simulator"
     counted: tuple[Direction, ...] = tuple(d for d in Direction if d != Direction.WIRE)
     repeats = True
 
-    def __init__(self, engine: Engine, record: Record, devices: Devices | None = None, *, rounds: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        record: Record,
+        devices: Devices | None = None,
+        *,
+        rounds: int = 0,
+        accelerators: Sequence[torch.device] = (),
+    ) -> None:
+        self.accelerators = [d for d in accelerators or [engine.device] if d.type != "cpu"]
         self.engine, self.record, self.settings, self.rounds = engine, record, record.settings, rounds
         self.ways = engine.ways(record.settings.evaluate_after)
         self.defence = record.defence
@@ -102,6 +115,8 @@ class LocalTransport:
     @property
     def executor(self) -> Executor:
         """Runs chunks; made when first needed."""
+        if self._executor is None and self.accelerators:
+            self._executor = self._on_devices()
         if self._executor is None:
             workers, method = self.settings.workers, self.settings.start_method
             if (workers or available_cores()) > 1 and self.engine.mapping == "vmap" and forks(method):
@@ -109,6 +124,20 @@ class LocalTransport:
                 importlib.import_module("torch._dynamo")
             self._executor = executor_of(self._handle, workers, self.record.messages.append, method)
         return self._executor
+
+    def _on_devices(self) -> Executor:
+        """This process for one accelerator, and for several a worker for each: a fork could not use them."""
+        asked, there = self.settings.workers, self.accelerators
+        used = there[: asked or len(there)]
+        if asked is not None and asked > len(there):
+            self.record.messages.append(
+                f"Train: workers={asked} is more than there are devices, and each has one process: {len(there)}."
+            )
+        if len(used) == 1:
+            return InProcess(self._handle)
+        from fedspan.simulation.spawned_workers import SpawnedPool  # imports what only this needs
+
+        return SpawnedPool(self._handle, len(used), self.record.messages.append, devices=used)
 
     def advice(self) -> str:
         """What to do about divergence."""
@@ -154,6 +183,7 @@ class LocalTransport:
             ledger.add_names(Direction.UP, meta["bytes"])
             up[capacity] += sum(meta["bytes"].values())
             self._stage(job, answer)
+            answer = self.engine.at_home(answer)
             self._own_told.append((job["ids"], meta.get("own", {})))
             measured += [Measured(values) for values in meta["measured"]]
             cuts |= dict(meta["cut"])
@@ -348,7 +378,7 @@ class LocalTransport:
         ledger.add_names(Direction.DOWN, alike, times=len(ids))
         ledger.add_names(Direction.DOWN, single)
         self._down[self.capacities[c]] = sum(alike.values()) + sum(single.values()) / len(ids)
-        size = chunk_size(self.engine.mapping, len(ids), self.parameters, self.settings.chunk)
+        size = chunk_size(self.engine.mapping, len(ids), self.parameters, self.settings.chunk, len(self.accelerators))
         return ClientGroup(c, ids, range(0, len(ids), size), lambda chunk: tree.take(own, chunk))
 
     def _judging(self, do: str, t: int, c: int, ids: list[int], ledger: Ledger, way: JudgedModel) -> ClientGroup:
@@ -367,8 +397,9 @@ class LocalTransport:
             return ClientGroup(c, list(same), cuts, lambda _: mine, together=True, alike=same)
         size, each = self.settings.chunk, tree.nbytes(mine)
         if size is None:
-            most = max(1, CHUNK_BYTES // max(1, each + tree.nbytes(row)))
-            size = min(most, chunk_size(self.engine.mapping, len(ids), self.parameters, None))
+            limit = DEVICE_CHUNK_BYTES if self.accelerators else CHUNK_BYTES
+            most = max(1, limit // max(1, each + tree.nbytes(row)))
+            size = min(most, chunk_size(self.engine.mapping, len(ids), self.parameters, None, len(self.accelerators)))
         block = size * max(1, OWN_BYTES // max(1, each * size))
         made: dict[int, Tree] = {}
 
@@ -461,7 +492,8 @@ class LocalTransport:
         Returns the rows for single clients, and the bytes of what each receives in common and of those rows, by name.
         """
         capacity = self.capacities[c]
-        down = self.engine.able.download(self.record.server, torch.tensor(ids), capacity, t, use=do == "evaluate")
+        ask = self.engine.able.download
+        down = ask(self.record.server, self.engine.ids(ids, at_home=True), capacity, t, use=do == "evaluate")
         shared, coded = wire.roundtrip(down.shared, self.engine.able.coded.codecs(t))
         self._shared[c] = shared
         self.executor.share(f"{do}-{c}", {"shared": shared, "common": self.record.common})
@@ -470,7 +502,8 @@ class LocalTransport:
 
     def _own(self, do: str, t: int, capacity: Capacity, ids: list[int]) -> tuple[Tree, dict[str, int]]:
         """What single clients receive, as it comes out of the codecs, and its bytes by name."""
-        down = self.engine.able.download(self.record.server, torch.tensor(ids), capacity, t, use=do == "evaluate")
+        ask = self.engine.able.download
+        down = ask(self.record.server, self.engine.ids(ids, at_home=True), capacity, t, use=do == "evaluate")
         return self._coded_own(t, down.own)
 
     def _coded_own(self, t: int, own: Tree) -> tuple[Tree, dict[str, int]]:
@@ -483,6 +516,7 @@ class LocalTransport:
     def _handle(self, meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
         """One chunk of clients; runs in a worker process (or in this one)."""
         capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
+        data, broadcast = self.engine.placed((data, broadcast))
         args = (capacity, t, ids, self._taken(meta, data), broadcast["shared"], data["own"], broadcast["common"])
         if meta["do"] in ("evaluate", "after"):
             judge = self.engine.evaluate_together if meta["together"] else self.engine.evaluate
@@ -490,7 +524,7 @@ class LocalTransport:
         able, answer = self.engine.able, self.engine.update(*args, keep_raw=meta["own"])
         if bad := self._not_finite(ids, answer):
             return {"bad": bad}, {}
-        heard = torch.tensor([k for k, yes in enumerate(meta["answering"]) if yes], dtype=torch.int64)
+        heard = self.engine.ids([k for k, yes in enumerate(meta["answering"]) if yes])
         sent = answer.sent if len(heard) == len(ids) else tree.take(answer.sent, heard)
         names = [ids[k] for k in heard.tolist()]
         self._check_weights(names, sent)

@@ -102,7 +102,7 @@ class Record:
         ]
         self.capacities: list[Capacity] = sorted({c for some in self.levels for c in some}, key=str)
         self.messages: list[str] = []
-        self._versions = versions()
+        self._versions = versions(engine.device)
         self.lines: list[dict[str, Any]] = []
         self.history = ClientHistory(federation.clients) if engine.judging.asked else None
         self.directory: RunDirectory | None = None
@@ -144,8 +144,8 @@ class Record:
             first = engine.model(kinds[0])
             made = engine.method.init_server(first, self.federation)
             need_tensors(engine.method, "init_server", made)
-            self.server: Tree = tree.contiguous(made)
-            self.common: Tree = tree.contiguous(engine.able.announces.common(first, self.federation))
+            self.server: Tree = tree.contiguous(engine.at_home(made))
+            self.common: Tree = tree.contiguous(engine.at_home(engine.able.announces.common(first, self.federation)))
             norm = engine.able.observed.size(self.server)
             self.progress = Progress(start_norm=norm, last_norm=norm)
             if out is not None and not read_only:
@@ -157,8 +157,9 @@ class Record:
         else:
             for c, rows in zip(self.stores, loaded.rows):
                 self.stores[c].restore(rows)
-            self.server, self.common = loaded.server["server"], loaded.server["common"]
-            self.news, self.flights = loaded.server.get("news", {}), loaded.server.get("flights", {})
+            self.server, self.common = engine.at_home((loaded.server["server"], loaded.server["common"]))
+            self.news = engine.at_home(loaded.server.get("news", {}))
+            self.flights = loaded.server.get("flights", {})
             e = {**loaded.extra, "bytes": Ledger.from_json(loaded.extra["bytes"])}
             self.progress = Progress(round=loaded.round, **e)
             self.lines = self._cut_metrics(loaded.metrics_length)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fedspan.errors import ConfigError
+from fedspan.learn import accelerator
 from fedspan.learn.precision import Precision
 from fedspan.method.fields import AtLeast1, Count, Fraction, NonNegative, Share, build, check
 from fedspan.randomness import generator
@@ -46,13 +47,17 @@ class Settings:
     """What a run that diverges does: stop, or go back and halve the learning rate, three times at most."""
     precision: Precision = "float32"
     """What numbers are computed in; `bf16` computes the products of training passes in 16 bits, all else in float32."""
+    device: str = "auto"
+    """What a run computes on: `cpu`, `cuda` (every CUDA device), `cuda:1` (that one) or `mps`; `auto` takes CUDA where
+    there is any, and otherwise the CPU."""
     mapping: Literal["auto", "vmap", "folded", "loop"] = "auto"
     """Whether clients are computed together (`vmap`, or `folded` into one batch) or one after another (`loop`);
     `auto` chooses by the model alone."""
     chunk: AtLeast1 | None = None
     """Clients in one piece of work; chosen by the sizes of round and model if not given."""
     workers: AtLeast1 | None = None
-    """Processes that share the clients of a round; one for each core at hand if not given."""
+    """Processes that share the clients of a round; one for each core at hand if not given. On an accelerator one for
+    each device, and this many at most."""
     start_method: Literal["auto", "fork", "spawn"] = "auto"
     """How those processes begin: as forks (Linux only) or as new interpreters; `auto` forks where that is safe."""
     checkpoint_every: AtLeast1 = 1
@@ -64,6 +69,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self, "Train")
+        accelerator.check_name(self.device)
 
     @property
     def torch_dtype(self) -> torch.dtype:

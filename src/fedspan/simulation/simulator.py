@@ -22,6 +22,7 @@ from fedspan.data.client_objects import federate
 from fedspan.data.describe import label_counts
 from fedspan.data.federated import FederatedData, shape_of
 from fedspan.errors import ConfigError, DataError
+from fedspan.learn import accelerator
 from fedspan.learn.batches import Batch
 from fedspan.learn.class_features import class_matrix
 from fedspan.learn.losses import IGNORED, kind_of_labels
@@ -95,7 +96,9 @@ class Simulation(RoundDriver):
         self.mapping, fallback = _mapping(task, self.data, s, steps)
         # Logits of a row are as many as tokens times the vocabulary: no more rows at once than in training.
         how: dict[str, Any] = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
-        how |= {"judging": judging, "precision": s.precision}
+        # Who only looks at a run needs no accelerator for it.
+        used = [accelerator.HOST] if read_only else accelerator.find(s.device, s.precision)
+        how |= {"judging": judging, "precision": s.precision, "device": used[0]}
         engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **how)
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
         federation = Federation(self.data.clients, seed, self.capacity, self.data.groups)
@@ -110,7 +113,7 @@ class Simulation(RoundDriver):
         )
         rest: dict[str, Any] = {"rounds": rounds, "config": config}
         self.devices, self.asynchronous = devices, asynchronous
-        transport = LocalTransport(engine, record, devices, rounds=rounds)
+        transport = LocalTransport(engine, record, devices, rounds=rounds, accelerators=used)
         if asynchronous is not None and devices is not None:
             transport = AsynchronousTransport(engine, record, devices, asynchronous, rounds=rounds)
         super().__init__(engine, record, transport, **rest)
@@ -135,14 +138,16 @@ class Simulation(RoundDriver):
         self.messages.extend(warnings.exploded_first(self.task, self.data, line, self.record.progress.notes))
 
     def personal(self, client: int) -> tuple[Task, Tree]:
-        """The task and the weights client `client` predicts with now."""
+        """The task and the weights client `client` predicts with now, on the host."""
         if not 0 <= client < self.data.clients:
             raise ConfigError(f"Result: client must lie in 0..{self.data.clients - 1}. Got {client}.")
         capacity, t = self.record.capacity(client), self.record.progress.round
-        down = self.engine.able.download(self.record.server, torch.tensor([client]), capacity, t, use=True)
+        down = self.engine.able.download(
+            self.record.server, self.engine.ids([client], at_home=True), capacity, t, use=True
+        )
         both, _ = wire.roundtrip({**down.shared, **tree.take(down.own, 0)}, self.engine.able.coded.codecs(t))
         weights = self.engine.personal(capacity, t, client, self.record.row(client), both, self.record.common)
-        return self.engine.model(capacity), weights
+        return self.engine.host_model(capacity), accelerator.to_device(weights, accelerator.HOST)
 
     def _about(self) -> dict[str, Any]:
         return {

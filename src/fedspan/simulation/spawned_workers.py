@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from fedspan.errors import FedspanError
+from fedspan.learn import accelerator
 from fedspan.simulation.workers import (
     MOST_DEATHS,
     ChunkHandler,
@@ -95,6 +96,7 @@ class SpawnedPool(Pool):
     Args:
         patience: seconds of work that are done in this process before workers are started, as their start takes
             seconds of its own.
+        devices: of each worker the accelerator that it computes on.
     """
 
     def __init__(
@@ -103,8 +105,11 @@ class SpawnedPool(Pool):
         workers: int,
         told: Callable[[str], None] | None = None,
         patience: float = 0.0,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         super().__init__(handler, workers, told)
+        self.devices = devices
+        self._given: dict[subprocess.Popen[bytes], torch.device] = {}
         self.patience = patience
         self._sent: bytes | None = None
         self._tables: list[int] = []  # descriptors of tables that what is sent refers to
@@ -195,9 +200,19 @@ class SpawnedPool(Pool):
         about = {"path": sys.path, "bytes": len(body), "torch": _numerics(), **where}
         for token, popen in new.items():
             assert popen.stdin is not None
+            own = {"token": token.hex(), "device": self._device_for(popen)}
             with contextlib.suppress(OSError):  # it has ended already, which whoever waits for it is going to see
-                popen.stdin.write(json.dumps({**about, "token": token.hex()}).encode() + b"\n" + body)
+                popen.stdin.write(json.dumps({**about, **own}).encode() + b"\n" + body)
                 popen.stdin.flush()
+
+    def _device_for(self, popen: subprocess.Popen[bytes]) -> str | None:
+        """The first accelerator that no living worker has, as text; None if workers compute on processors."""
+        self._given = {p: d for p, d in self._given.items() if p.poll() is None}
+        free = [d for d in self.devices if d not in self._given.values()]
+        if not free:
+            return None
+        self._given[popen] = free[0]
+        return str(free[0])
 
     def _message(self) -> bytes:
         """What a worker needs, as bytes; large tensors are in files it names.
@@ -330,6 +345,8 @@ def begin(head: Meta, body: bytes) -> None:
     said: Meta = {}
     Pool.forbidden = True
     try:
+        if head["device"] is not None:
+            accelerator.assign(torch.device(head["device"]))
         numerics = head["torch"]
         torch.set_default_dtype(getattr(torch, numerics["dtype"]))
         torch.use_deterministic_algorithms(numerics["deterministic"])

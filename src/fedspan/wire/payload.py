@@ -60,7 +60,7 @@ def pack(payload: Tree) -> bytes:
 
     The widest types come first, so that every tensor starts at a multiple of its own width and can be read in place.
     """
-    flat = {k: t.detach().contiguous() for k, t in tree.flatten(payload).items()}
+    flat = {k: t.detach().cpu().contiguous() for k, t in tree.flatten(payload).items()}
     flat |= {path + _EMPTY: torch.empty(0, dtype=torch.uint8) for path in tree.empty_paths(payload)}
     header: dict[str, Any] = {}
     parts: list[Any] = []

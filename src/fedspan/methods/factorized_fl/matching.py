@@ -104,13 +104,13 @@ class SimilarityMatching:
         known: Tensor = seen["n"] > 0
         if self.rule == "similarity":
             return neighbours(sigma, known, self.tau, self.m_min)  # σ ≥ τ of eq. (4)
-        own = torch.eye(len(sigma), dtype=torch.bool)
+        own = torch.eye(len(sigma), dtype=torch.bool, device=sigma.device)
         others = known[None, :] & ~own
         if self.rule == "worst":
             score = -sigma
         else:
             rng = generator(int(seen["seed"]), "match", int(seen["round"]))
-            score = torch.from_numpy(rng.random(sigma.shape))
+            score = torch.from_numpy(rng.random(sigma.shape)).to(sigma.device)
         return (leading(score.masked_fill(~others, -torch.inf), self.partners) & others) | own
 
     def omega(self, seen: Tree) -> Tensor:
@@ -118,7 +118,7 @@ class SimilarityMatching:
         sigma: Tensor = seen["sigma"]
         known: Tensor = seen["n"] > 0
         omega = softmax_weights(sigma, self.members(seen), self.epsilon)  # eq. (5)
-        first: Tensor = torch.eye(len(sigma), dtype=sigma.dtype)
+        first: Tensor = torch.eye(len(sigma), dtype=sigma.dtype, device=sigma.device)
         if self.newcomer == "mean" and bool(known.any()):
             first = (seen["n"] / seen["n"].sum()).expand_as(first)
         return torch.where(known[:, None], omega, first)

@@ -35,7 +35,7 @@ class ObservedMatching(Observed):
             return found
         seen = server["seen"]
         known = (seen["n"] > 0).nonzero()[:, 0]
-        off = ~torch.eye(len(known), dtype=torch.bool)
+        off = ~torch.eye(len(known), dtype=torch.bool, device=known.device)
         for name, sigma in similar.items():
             among = sigma[known][:, known][off]
             found[f"similarity_{name}"] = float(among.mean())

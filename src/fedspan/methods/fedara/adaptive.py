@@ -96,7 +96,8 @@ class AdaptiveRanks(RankRatios):
 
     def moved(self, level: Tensor, round: Round) -> Tensor:
         """The levels after a round: those who answered go one step at most, within what they have."""
-        lowest = torch.tensor([len(self.ladder(lowrank.turn(self.ratios, i))) - 1 for i in round.ids.tolist()])
+        rungs = [len(self.ladder(lowrank.turn(self.ratios, i))) - 1 for i in round.ids.tolist()]
+        lowest = torch.tensor(rungs, device=level.device)
         new = level[round.ids] - round.each["step"].sign()
         return level.index_copy(0, round.ids, torch.minimum(new.clamp_min(0), lowest))
 

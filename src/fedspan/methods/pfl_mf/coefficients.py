@@ -105,7 +105,7 @@ class CoefficientSolver:
             bound, P = task.curvature_bound(), None
             if self.rule == "solve" and bound is not None:
                 A = bound * columns @ (Z * share).flatten(1).T
-                P = subspace.inverse(A + shrink * torch.eye(len(w), dtype=w.dtype), self.ridge)
+                P = subspace.inverse(A + shrink * torch.eye(len(w), dtype=w.dtype, device=w.device), self.ridge)
 
             def outputs(u: Tensor) -> Tensor:
                 return (u @ columns).reshape(Z.shape[1:]).movedim(-1, 0)

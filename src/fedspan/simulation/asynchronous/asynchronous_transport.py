@@ -44,6 +44,10 @@ def check_run(
     Raises:
         ConfigError: if the method's late uploads have no meaning, or what is asked for does not go together.
     """
+    if engine.device.type != "cpu":
+        raise ConfigError(
+            f"Asynchronous: train.device must be 'cpu', as late uploads are kept there. Got {str(engine.device)!r}."
+        )
     rule.check_with(settings, devices, defence)
     rule.places(engine.data.clients, settings)
     if any(way.model == "own" for way in engine.ways(settings.evaluate_after)):

@@ -19,6 +19,7 @@ from typing import Any
 from fedspan.config import RunConfig, assemble_data
 from fedspan.data.digest import data_digest
 from fedspan.errors import ConfigError
+from fedspan.learn import accelerator
 from fedspan.simulation.environment import versions
 from fedspan.studies.claims.claim_file import PUBLISHED, TUNED, Claim, ClaimRow
 from fedspan.studies.claims.fair_play import all_rows, config_of
@@ -98,7 +99,7 @@ def perform(claim: Claim, run: Runner, check: Checker) -> ClaimOutcome:
         effort=effort,
         data=data_hashes(claim, rows),
         code=code_digest(),
-        versions=versions(),
+        versions=versions(accelerator.find("auto")[0]),
         seconds=round(spent, 1),
         verdict=verdict_of(claim, figures),
     ).sealed()

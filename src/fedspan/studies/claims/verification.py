@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fedspan.learn import accelerator
 from fedspan.randomness import generator
 from fedspan.simulation.environment import versions
 from fedspan.studies.claims.claim_file import Claim
@@ -63,8 +64,9 @@ def recomputed(claim: Claim, outcome: ClaimOutcome, run: Callable[[Path], Runner
     Args:
         run: what carries runs out below a folder; every figure is computed anew, in a folder of its own.
     """
-    now = versions()
-    unlike = [f"{k} {now[k]} instead of {outcome.versions.get(k)}" for k in now if outcome.versions.get(k) != now[k]]
+    now = versions(accelerator.find("auto")[0] if claim.trains else accelerator.HOST)
+    before = {"device": "cpu", **outcome.versions}  # before there was a choice
+    unlike = [f"{k} {now[k]} instead of {before.get(k)}" for k in now if before.get(k) != now[k]]
     with tempfile.TemporaryDirectory(prefix="fedspan-claims-") as place:
         figures = again(claim, outcome, run(Path(place)), check)
     same_data = not claim.trains or data_hashes(claim, all_rows(claim)) == outcome.data

@@ -49,6 +49,7 @@ def fit(method: Method, data: FederatedData, rounds: int, seed: int = 0) -> tupl
         "evaluate_every": rounds,
         "workers": 1,
         "precision": "float64",
+        "device": "cpu",
     }
     result = simulate(method, task, data, rounds=rounds, seed=seed, **settings)
     return Score(result.accuracy["mean"], result.measures["loss"]["mean"]), result

@@ -41,7 +41,7 @@ def run(simulation: Simulation) -> Outcome:
         raise ConfigError(f"update-rank: the run must be of fedloru or its kin. Got {type(method).__name__}.")
     if method.adapter != "lora":
         raise ConfigError(f"update-rank: the adapter must be 'lora', whose rank is bounded. Got '{method.adapter}'.")
-    settings = replace(simulation.settings, evaluate_every=2**31 - 1, workers=1)
+    settings = replace(simulation.settings, evaluate_every=2**31 - 1, workers=1, device="cpu")
     again = Simulation(
         method,
         simulation.task,
