@@ -57,6 +57,7 @@ class Simulation(RoundDriver):
         devices: what clients would compute with; rounds are then timed as if on them (`clock` in the history).
         evaluate: metrics, and which models are judged, as `EvaluationSettings` or its fields.
         defence: how uploads are judged; not at all if not given.
+        cluster: address of a Ray cluster that computes the rounds (`auto`, or HOST:PORT); this machine if not given.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Simulation(RoundDriver):
         devices: Devices | None = None,
         evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
         defence: Defence | None = None,
+        cluster: str | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -99,7 +101,8 @@ class Simulation(RoundDriver):
             engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence
         )
         rest: dict[str, Any] = {"rounds": rounds, "config": config}
-        super().__init__(engine, record, LocalTransport(engine, record, devices, rounds=rounds), **rest)
+        self.cluster = cluster
+        super().__init__(engine, record, _transport(cluster)(engine, record, devices, rounds=rounds), **rest)
         if not read_only and out is not None and data.preprocessing is not None:
             data.preprocessing.write(out)  # so that later rows can be prepared as these were
         if not read_only:
@@ -107,6 +110,20 @@ class Simulation(RoundDriver):
         if record.resumed:
             done = record.progress.round
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
+
+    def run(self, on_round: OnRound | None = None) -> Result:
+        """Do the rounds that are left, evaluate, and return the result.
+
+        Raises:
+            Divergence: if training leaves the finite numbers; the last good state has been saved.
+            ConfigError: if there is no such cluster, or nobody is left on it.
+        """
+        if self.cluster is None:
+            return super().run(on_round)
+        from fedspan.simulation.cluster.ray_connection import joined  # imports what only this needs
+
+        with joined(self.cluster):
+            return super().run(on_round)
 
     def _undisturbed(self) -> AbstractContextManager[list[bool]]:
         return _finish_first()
@@ -132,6 +149,7 @@ class Simulation(RoundDriver):
             "groups": None if self.data.groups is None else self.data.groups.tolist(),
             "labels": self._labels(),
             "capacities": [str(c) for c in self.capacity] if len(set(self.capacity)) > 1 else None,
+            "cluster": self.transport.facts.to_json() if self.cluster is not None else {},  # type: ignore[attr-defined]
             "simulation": self,
         }
 
@@ -142,6 +160,15 @@ class Simulation(RoundDriver):
             return None
         counts: list[list[int]] = label_counts(self.data).tolist()
         return counts
+
+
+def _transport(cluster: str | None) -> type[LocalTransport]:
+    """What brings work to simulated clients."""
+    if cluster is None:
+        return LocalTransport
+    from fedspan.simulation.cluster.cluster_transport import ClusterTransport  # imports what only this needs
+
+    return ClusterTransport
 
 
 def simulate(
@@ -156,6 +183,7 @@ def simulate(
     on_round: OnRound | None = None,
     evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
     defence: Defence | None = None,
+    cluster: str | None = None,
     **settings: Any,
 ) -> Result:
     """Simulate a federation on this machine.
@@ -168,6 +196,7 @@ def simulate(
         evaluate: what is measured beside loss and accuracy, e.g. `{"metrics": ["roc_auc", my_metric]}`; see
             `EvaluationSettings`.
         defence: how uploads are judged, e.g. `Defence(rule="clip")`; not at all if not given.
+        cluster: address of a Ray cluster that computes the rounds (`auto`, or HOST:PORT); this machine if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else federate(clients, seed=seed)
@@ -178,7 +207,7 @@ def simulate(
         model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)
     path = None if out is None else Path(out)
     more: dict[str, Any] = {"settings": chosen, "out": path, "fresh": fresh, "evaluate": evaluate}
-    more["defence"] = defence
+    more |= {"defence": defence, "cluster": cluster}
     sim = Simulation(method, model, data, rounds=rounds, seed=seed, **more)
     return sim.run(on_round)
 
