@@ -91,13 +91,10 @@ def _join(address: str) -> None:
             warnings.simplefilter("ignore")  # about defaults of versions to come
             ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as e:
-        why = " ".join(str(e).split())
-        if "authentic" in why.lower() or "token" in why.lower():
-            raise ClusterError(
-                f"Cluster: {where} asks for a token that this process has not; set RAY_AUTH_MODE=token and"
-                " RAY_AUTH_TOKEN_PATH (default ~/.ray/auth_token) as on its other machines."
-            ) from None
-        raise ClusterError(f"Cluster: {where} cannot be joined ({type(e).__name__}: {why[:300]}).") from None
+        raise ClusterError(
+            f"Cluster: {where} answers but cannot be joined ({type(e).__name__}: {' '.join(str(e).split())[:300]}); it"
+            " needs this machine's version of Ray and, if it has a token, RAY_AUTH_MODE=token and the same token here."
+        ) from None
 
 
 def _found(address: str) -> str:
