@@ -141,10 +141,17 @@ class RayPool:
             ClusterError: if nobody is left to do them.
             RowsLost: if rows that a job needs are gone.
         """
-        ray = the_ray()
         self._fill()
         number = max(1, len(self._actors))
         window = JobWindow(jobs, JOBS_OPEN * number, RESULTS_AHEAD * number)
+        try:
+            yield from self._results(window)
+        finally:
+            for actor in self._actors:  # an error, or nobody wants the rest: what still comes is nobody's answer
+                actor.job, actor.packs = None, ()
+
+    def _results(self, window: JobWindow[Job]) -> Iterator[tuple[Meta, Tree]]:
+        ray = the_ray()
         alone = time.monotonic()
         while True:
             while window.make():  # also while no actor is ready yet
@@ -167,7 +174,7 @@ class RayPool:
                 yield result
             if any(actor.ready for actor in self._actors):
                 alone = time.monotonic()
-            elif time.monotonic() - alone > WAIT_SECONDS:
+            elif time.monotonic() - alone > WAIT_SECONDS or self._all_faulty:
                 raise self._nobody()
             self._fill()
 
@@ -210,9 +217,15 @@ class RayPool:
         with contextlib.suppress(Exception):  # it is gone, or Ray is
             the_ray().kill(actor.handle)
 
+    @property
+    def _all_faulty(self) -> bool:
+        """Whether no node that is there can start an actor."""
+        there = [node for node, cpus in self._nodes.items() if cpus]
+        return bool(there) and all(self._faults[node] >= MOST_FAULTS for node in there)
+
     def _nobody(self) -> FedspanError:
         cpus = sum(self._nodes.values())
-        if self._fault:
+        if self._all_faulty:
             return ClusterError(f"Cluster: no machine can compute what it was sent ({self._fault}).")
         if cpus:
             return ClusterError(
@@ -281,7 +294,8 @@ class RayPool:
             self._note_node(actor.node, said)
             return
         k, packs, actor.job, actor.packs = actor.job, actor.packs, None, ()
-        assert k is not None
+        if k is None:  # it was asked by somebody who has gone
+            return
         head, data, sizes = said
         if head.get("lost"):
             raise RowsLost("Cluster: private states of clients were on a node that is gone")
@@ -298,12 +312,11 @@ class RayPool:
         """Do without an actor; its job comes next."""
         self._actors.remove(actor)
         self._end(actor)
-        self._looked = 0.0
+        self._looked, self.facts.deaths = 0.0, self.facts.deaths + 1
         if not actor.ready:
             self._faults[actor.node] += 1
             self._fault = _reason(why)
             return
-        self.facts.deaths += 1
         k, actor.job = actor.job, None
         if k is not None and window.repeat(k) >= MOST_DEATHS:
             raise WorkerDied(
