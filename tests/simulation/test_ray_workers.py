@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loopback_cluster import inside, usable
+from bench.loopback_cluster import inside, usable
 from torch import nn
 
 from conftest import method_of

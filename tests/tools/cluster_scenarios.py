@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from loopback_cluster import ADDRESS, loopback_cluster
+from bench.loopback_cluster import ADDRESS, loopback_cluster
 from torch import nn
 
 from fedspan.data.federated import FederatedData
