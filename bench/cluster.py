@@ -28,6 +28,7 @@ from fedspan.methods import make
 from fedspan.models import build
 from fedspan.simulation.cluster.ray_connection import joined
 from fedspan.simulation.cluster.ray_workers import RayPool
+from fedspan.simulation.engine import chunk_size
 from fedspan.simulation.environment import cpu
 from fedspan.simulation.settings import Settings
 from fedspan.simulation.simulator import Simulation
@@ -87,11 +88,14 @@ def speed(turns: int) -> list[dict[str, Any]]:
             digests = set()
             for _ in range(turns):
                 for kind, where in (("local", None), ("ray", ADDRESS)):
-                    result = simulation(w, "fedavg", data, rounds + 2, where, workers=2).run()
+                    run = simulation(w, "fedavg", data, rounds + 2, where, workers=2)
+                    result = run.run()
                     taken[kind].append(statistics.fmean(line["seconds"] for line in result.curve[2:]))
                     digests.add(result.digest)
-            chunks = -(-w.participants // 2)
-            row = {"title": w.title, "same": len(digests) == 1, "participants": w.participants, "most_chunks": chunks}
+            parameters = sum(p.numel() for p in run.task.init().values())
+            chunks = -(-w.participants // chunk_size(run.mapping, w.participants, parameters, None))
+            row = {"title": w.title, "same": len(digests) == 1, "participants": w.participants}
+            row |= {"chunks": chunks, "bytes": 4 * parameters}
             found.append(row | {kind: statistics.median(v) for kind, v in taken.items()})
     return found
 
@@ -122,6 +126,8 @@ def private(clients: int, rounds: int = 6) -> dict[str, Any]:
         "rows_bytes": clients * store.row_bytes,
         "loopback_per_round": (last[0] - first[0]) / each,
         "counted_per_round": counted,
+        "rows_for_evaluation": result.cluster["bytes"].get("rows between nodes", 0)
+        - last[1].get("rows between nodes", 0),
         "rows_at_the_end": result.cluster["bytes"].get("rows for checkpoints", 0),
         "seconds_per_round": {
             "ray": statistics.fmean(x["seconds"] for x in result.curve[2:-1]),
@@ -131,44 +137,29 @@ def private(clients: int, rounds: int = 6) -> dict[str, Any]:
     }
 
 
-def compared() -> dict[str, Any]:
-    """Seconds of `compare` with eight runs, on one node and on two."""
+def compared(nodes: int) -> float:
+    """Seconds of `compare` with eight runs on so many nodes."""
     from typer.testing import CliRunner
 
     from fedspan.cli.app import app
 
-    taken = {}
-    for nodes in (1, 2):
-        with loopback_cluster((1,) * nodes), tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "exp.toml"
-            file.write_text(COMPARED, encoding="utf-8")
-            what = ["compare", str(file), "-m", "fedavg,ditto,local,fedprox", "-q", "--cluster", ADDRESS, "--fresh"]
-            CliRunner().invoke(app, [*what, "--out", str(Path(folder) / "warm")])
-            start = time.perf_counter()
-            done = CliRunner().invoke(app, [*what, "--seeds", "2", "--out", str(Path(folder) / "runs")])
-            taken[str(nodes)] = time.perf_counter() - start
-            if done.exit_code:
-                raise SystemExit(done.output)
-            stop_nodes()
-    return taken
-
-
-def stop_nodes() -> None:
-    """End all nodes of this namespace, so that others can be started."""
-    import psutil
-
-    mine = [p for p in psutil.process_iter() if p.pid not in (1, os.getpid()) and p.name() not in ("unshare", "python")]
-    mine += [p for p in psutil.process_iter() if p.name() == "python" and "/ray/" in " ".join(p.cmdline())]
-    for process in mine:
-        process.kill()
-    psutil.wait_procs(mine, timeout=20)
+    with loopback_cluster((1,) * nodes), tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "exp.toml"
+        file.write_text(COMPARED, encoding="utf-8")
+        what = ["compare", str(file), "-m", "fedavg,ditto,local,fedprox", "-q", "--cluster", ADDRESS]
+        start = time.perf_counter()
+        done = CliRunner().invoke(app, [*what, "--seeds", "2", "--out", str(Path(folder) / "runs")])
+        if done.exit_code:
+            raise SystemExit(done.output)
+        return time.perf_counter() - start
 
 
 PARTS: dict[str, Callable[[int, int], Any]] = {
     "overhead": lambda turns, clients: overhead(turns),
     "speed": lambda turns, clients: speed(turns),
     "private": lambda turns, clients: private(clients),
-    "compare": lambda turns, clients: compared(),
+    "compare-1": lambda turns, clients: compared(1),
+    "compare-2": lambda turns, clients: compared(2),
 }
 
 
