@@ -39,8 +39,8 @@ KEPT = Path(__file__).resolve().parent.parent / "docs" / "cluster.json"
 SPEED = {"cnn-100-b32": 3, "mlp-100-b32": 12, "mlp-1000-b32": 12}
 """Workloads, and rounds of them that are timed."""
 CALLS = 200
-COMPARED = """name = "eight"\nrounds = 60\n[data]\nsource = "digits"\n[partition]\nkind = "dirichlet"\nclients = 20
-[method]\nname = "fedavg"\n[train]\nevaluate_every = 20\n"""
+COMPARED = """name = "eight"\nrounds = 500\n[data]\nsource = "digits"\n[partition]\nkind = "dirichlet"\nclients = 20
+[method]\nname = "fedavg"\n[train]\nevaluate_every = 100\n"""
 
 
 def echo(meta: dict[str, Any], data: Tree, shared: Tree) -> tuple[dict[str, Any], Tree]:

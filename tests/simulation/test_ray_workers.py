@@ -542,3 +542,11 @@ def test_whole_runs_are_spread_and_those_of_a_lost_node_begun_anew() -> None:
     found = scenario("whole_runs")
     assert found["code"] == 0, found["output"]
     assert found["runs"] == 8 and found["same"] and found["again"] == 8
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_tables_and_trials_are_the_same_on_a_cluster() -> None:
+    found = scenario("studies")
+    assert found["here"] == found["there"] and found["here"]["codes"] == [0, 0]
+    assert len(found["here"]["runs"]) >= 8 and len(found["here"]["diverged"]) == 2

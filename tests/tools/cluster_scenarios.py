@@ -163,6 +163,56 @@ def whole_runs() -> dict[str, Any]:
             "again": again.output.count("already finished")}  # fmt: skip
 
 
+TABLE = """rounds = 2
+data = { source = "digits", limit = 300 }
+partition = { kind = "iid", clients = 4 }
+model = { hidden = [8] }
+paper = { title = "Tiny", reference = "Nobody 2025", table = "Table 7", columns = ["digits"] }
+grid = { lr = [0.1, 0.5] }
+runs = { seeds = 2, validation = 0.1 }
+[[rows]]
+label = "Local"
+method = "local"
+[[rows]]
+label = "FedAvg"
+method = "fedavg"
+[[rows]]
+label = "FedAvg, far too fast"
+method = "fedavg"
+lr = [1e17, 1e18]
+fields = { safeguard = false }
+"""
+
+
+def studies() -> dict[str, Any]:
+    """`reproduce` with a row that diverges, and `tune`, here and on the cluster."""
+    from typer.testing import CliRunner
+
+    from fedspan.cli.app import app
+
+    with loopback_cluster(), tempfile.TemporaryDirectory() as folder:
+        at = Path(folder)
+        (at / "tiny.toml").write_text(TABLE)
+        (at / "exp.toml").write_text(TABLE.partition("paper =")[0])
+        told: dict[str, Any] = {}
+        for name, where in (("here", []), ("there", ["--cluster", ADDRESS])):
+            out = at / name
+            table = CliRunner().invoke(app, ["reproduce", str(at / "tiny.toml"), "--out", str(out / "table"), *where])
+            what = ["tune", str(at / "exp.toml"), "method.lr=log:1e-2:1", "partition.validation=0.2", "--trials", "3"]
+            tuned = CliRunner().invoke(app, [*what, "--out", str(out / "tuned"), *where])
+            codes = [table.exit_code, tuned.exit_code]
+            runs = sorted(out.rglob("config.toml"))
+            digests = {
+                str(p.parent.relative_to(out)): json.loads((p.parent / "result.json").read_text())["digest"]
+                for p in runs
+                if (p.parent / "result.json").is_file()
+            }
+            lost = sorted(str(p.parent.relative_to(out)) for p in out.rglob("diverged.json"))
+            best = (out / "tuned" / "best.toml").read_text() if not tuned.exit_code else tuned.output
+            told[name] = {"codes": codes, "runs": digests, "diverged": lost, "best": best}
+    return told
+
+
 if __name__ == "__main__":
-    scenarios = {f.__name__: f for f in (methods, actor, node, nothing, joining, whole_runs)}
+    scenarios = {f.__name__: f for f in (methods, actor, node, nothing, joining, whole_runs, studies)}
     print("\n" + json.dumps(scenarios[sys.argv[1]]()), flush=True)
