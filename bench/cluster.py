@@ -39,8 +39,8 @@ KEPT = Path(__file__).resolve().parent.parent / "docs" / "cluster.json"
 SPEED = {"cnn-100-b32": 3, "mlp-100-b32": 12, "mlp-1000-b32": 12}
 """Workloads, and rounds of them that are timed."""
 CALLS = 200
-COMPARED = """name = "eight"\nrounds = 500\n[data]\nsource = "digits"\n[partition]\nkind = "dirichlet"\nclients = 20
-[method]\nname = "fedavg"\n[train]\nevaluate_every = 100\n"""
+COMPARED = """name = "eight"\nrounds = 200\n[data]\nsource = "digits"\n[partition]\nkind = "dirichlet"\nclients = 20
+[method]\nname = "fedavg"\n[train]\nevaluate_every = 50\n"""
 
 
 def echo(meta: dict[str, Any], data: Tree, shared: Tree) -> tuple[dict[str, Any], Tree]:
@@ -190,8 +190,10 @@ def main() -> None:
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
     kept["machine"] = {"cpu": cpu(), "cores": os.cpu_count(), "torch": torch.__version__, "ray": ray.__version__}
     kept["turns"] = asked.turns
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
     for name, found in measured(asked.turns, asked.clients, asked.parts):
         kept[name] = found
+        kept.setdefault("busy", {})[name] = round(load / cores, 1)  # what else ran for each core when all began
         KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

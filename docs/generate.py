@@ -1080,6 +1080,7 @@ def cluster_figures(kept: Mapping[str, Any]) -> list[str]:
         f" two local workers, medians of {kept['turns']} turns. On one machine Ray's own processes take"
         " their time from the"
         " same two cores.",
+        *_busy(kept),
         "",
         "**A chunk without work**, sent with a tree and answered with it, two workers at a time:",
         "",
@@ -1104,12 +1105,14 @@ def cluster_figures(kept: Mapping[str, Any]) -> list[str]:
         lines += ["", "**Rounds**, a tenth of the clients in each:", "", *table(titles, rows)]
     if "private" in kept:
         p = kept["private"]
+        moved = p["counted_per_round"].get("rows between nodes", 0)
+        travelled = f"{moved / 1e6:,.1f} MB" if moved else "none"
         counted = ", ".join(f"{k} {v / 1e6:.2f} MB" for k, v in p["counted_per_round"].items() if v) or "nothing"
         lines += [
             "",
             f"**Private models.** {p['clients']:,} clients with Ditto and a perceptron of"
             f" {p['row_bytes'] / 1e6:.2f} MB each, all of"
-            f" them in every round: {p['rows_bytes'] / 1e6:,.0f} MB of private states, of which none"
+            f" them in every round: {p['rows_bytes'] / 1e6:,.0f} MB of private states, of which {travelled}"
             " travelled in a round. Through"
             f" loopback went {p['loopback_per_round'] / 1e6:,.1f} MB per round, Ray's own messages"
             " included; fedspan counted"
@@ -1127,6 +1130,8 @@ def cluster_figures(kept: Mapping[str, Any]) -> list[str]:
             f" {one / two:.2f} times the"
             " speed, reading and the report included.",
         ]
+    else:
+        lines += ["", "**Whole runs.** `compare` of eight runs on one node and on two has not been timed yet."]
     return [*lines, *(_expected(kept) if "speed" in kept else [])]
 
 
@@ -1156,6 +1161,19 @@ def _expected(kept: Mapping[str, Any]) -> list[str]:
         "Where it stops early, use larger chunks (`train.chunk`, part of the configuration: other chunks"
         " round otherwise), or spread whole"
         " runs, which exchange nothing while they run.",
+    ]
+
+
+def _busy(kept: Mapping[str, Any]) -> list[str]:
+    """A warning where other work ran beside what was measured."""
+    worst = max(kept.get("busy", {}).values(), default=0.0)
+    if worst < 0.5:
+        return []
+    return [
+        "",
+        f"**Other work ran meanwhile** (load {worst:g} for each core): times are no more than an order of magnitude,"
+        " and ratios of Ray to local workers, of two nodes to one, and what is expected on paper are not to be relied"
+        " on. Bytes and hashes do not depend on it.",
     ]
 
 
