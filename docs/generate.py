@@ -1060,6 +1060,130 @@ def speed_tables(kept: Mapping[str, Any]) -> list[str]:
     return [*lines, "", *(f"* Not run: {said}." for said in kept["not_run"])]
 
 
+# ------------------------------------------------------------------------------------------------ a cluster
+
+FIGURES, END_OF_FIGURES = "<!-- figures -->", "<!-- end of figures -->"
+NODES, CORES = (8, 64), 2  # what is expected on paper
+
+
+def cluster_page() -> str:
+    """The how-to about clusters, with the figures of docs/cluster.json put between its markers."""
+    text = (DOCS / "how-to" / "cluster.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(FIGURES)
+    kept = json.loads((DOCS / "cluster.json").read_text(encoding="utf-8"))
+    return before + "\n".join([FIGURES, *cluster_figures(kept), END_OF_FIGURES]) + rest.partition(END_OF_FIGURES)[2]
+
+
+def cluster_figures(kept: Mapping[str, Any]) -> list[str]:
+    """What `python -m bench.cluster` has measured, and what it lets expect."""
+    on, calls = kept["machine"], kept["overhead"]
+    lines = [
+        f"On {on['cpu']}, {on['cores']} cores; torch {on['torch']}, Ray {on['ray']}; two nodes of one CPU"
+        " on loopback beside"
+        f" two local workers, medians of {kept['turns']} turns. On one machine Ray's own processes take"
+        " their time from the"
+        " same two cores.",
+        *_busy(kept),
+        "",
+        "**A chunk without work**, sent with a tree and answered with it, two workers at a time:",
+        "",
+        *table(
+            ["bytes each way", "local workers, ms", "Ray, ms"],
+            [[f"{c['bytes']:,}", f"{c['local']:.2f}", f"{c['ray']:.1f}"] for c in calls],
+        ),
+    ]
+    if "speed" in kept:
+        rows = [
+            [
+                r["title"],
+                r["chunks"],
+                f"{r['local']:.2f}",
+                f"{r['ray']:.2f}",
+                f"{r['local'] / r['ray']:.2f}",
+                _yes(r["same"]),
+            ]
+            for r in kept["speed"]
+        ]
+        titles = ["FedAvg", "chunks in a round", "local, s per round", "Ray, s per round", "Ray's speed", "same hash"]
+        lines += ["", "**Rounds**, a tenth of the clients in each:", "", *table(titles, rows)]
+    if "private" in kept:
+        p = kept["private"]
+        moved = p["counted_per_round"].get("rows between nodes", 0)
+        travelled = f"{moved / 1e6:,.1f} MB" if moved else "none"
+        counted = ", ".join(f"{k} {v / 1e6:.2f} MB" for k, v in p["counted_per_round"].items() if v) or "nothing"
+        lines += [
+            "",
+            f"**Private models.** {p['clients']:,} clients with Ditto and a perceptron of"
+            f" {p['row_bytes'] / 1e6:.2f} MB each, all of"
+            f" them in every round: {p['rows_bytes'] / 1e6:,.0f} MB of private states, of which {travelled}"
+            " travelled in a round. Through"
+            f" loopback went {p['loopback_per_round'] / 1e6:,.1f} MB per round, Ray's own messages"
+            " included; fedspan counted"
+            f" {counted}. The evaluation, whose chunks are others, fetched"
+            f" {p['rows_for_evaluation'] / 1e6:,.0f} MB from node to node,"
+            f" and at the end all states came home once ({p['rows_at_the_end'] / 1e6:,.0f} MB). A round took"
+            f" {p['seconds_per_round']['ray']:.1f} s, with two local workers"
+            f" {p['seconds_per_round']['local']:.1f} s.",
+        ]
+    if "compare-1" in kept and "compare-2" in kept:
+        one, two = kept["compare-1"], kept["compare-2"]
+        lines += [
+            "",
+            f"**Whole runs.** `compare` of eight runs took {one:.0f} s on one node and {two:.0f} s on two,"
+            f" {one / two:.2f} times the"
+            " speed, reading and the report included.",
+        ]
+    else:
+        lines += ["", "**Whole runs.** `compare` of eight runs on one node and on two has not been timed yet."]
+    return [*lines, *(_expected(kept) if "speed" in kept else [])]
+
+
+def _expected(kept: Mapping[str, Any]) -> list[str]:
+    """On paper: chunks of so much work, and a process that hands them out one after another."""
+    small, large = kept["overhead"][0], kept["overhead"][-1]
+    per_byte = (large["ray"] - small["ray"]) / (large["bytes"] - small["bytes"])
+    rows = []
+    for r in kept["speed"]:
+        work = 2e3 * r["local"] / r["chunks"]  # of one core, in ms
+        cost = small["ray"] + per_byte * r["bytes"]
+        gain = [min(n * CORES / (work + cost), 1 / cost) * work / 2 for n in NODES]
+        rows.append([r["title"], f"{work:.0f}", f"{cost:.1f}", *(f"{g:.1f}" for g in gain), f"{work / cost:.0f}"])
+    titles = ["", "work of a chunk, ms", "cost of a chunk, ms", *(f"{n} nodes" for n in NODES), "stops at, cores"]
+    return [
+        "",
+        f"**On paper**, nodes of {CORES} cores beside one machine of {CORES}, by the figures above: every"
+        " chunk costs the process that"
+        " hands them out its time, one after another, so that more cores than work ÷ cost have nothing to"
+        " do. It holds for rounds with"
+        " several chunks for each core; a round of ten chunks can use ten cores at most. A network that is"
+        " slower than loopback"
+        " adds its own time, and nobody has measured more than two nodes.",
+        "",
+        *table(titles, rows),
+        "",
+        "Where it stops early, use larger chunks (`train.chunk`, part of the configuration: other chunks"
+        " round otherwise), or spread whole"
+        " runs, which exchange nothing while they run.",
+    ]
+
+
+def _busy(kept: Mapping[str, Any]) -> list[str]:
+    """A warning where other work ran beside what was measured."""
+    worst = max(kept.get("busy", {}).values(), default=0.0)
+    if worst < 0.5:
+        return []
+    return [
+        "",
+        f"**Other work ran meanwhile** (load {worst:g} for each core): times are no more than an order of magnitude,"
+        " and ratios of Ray to local workers, of two nodes to one, and what is expected on paper are not to be relied"
+        " on. Bytes and hashes do not depend on it.",
+    ]
+
+
+def _yes(held: bool) -> str:
+    return "yes" if held else "no"
+
+
 def python_page() -> str:
     """The public names of the package: `fedspan.__all__`."""
     import fedspan
@@ -1145,6 +1269,7 @@ def pages() -> Mapping[Path, str]:
         DOCS / "explanation" / "natural-federations.md": natural_page(),
         DOCS / "explanation" / "diagnose.md": diagnose_page(),
         DOCS / "explanation" / "speed.md": speed_page(),
+        DOCS / "how-to" / "cluster.md": cluster_page(),
     }
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedspan.cli.cluster_runs import ClusterRuns, cluster_runs, spread
 from fedspan.cli.console import child, directory, note, say, show, table, user_path
-from fedspan.cli.run import Quiet
+from fedspan.cli.run import Cluster, Quiet
 from fedspan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def run_(
     root: Root = None,
     quiet: Quiet = False,
     as_json: Json = False,
+    cluster: Cluster = None,
 ) -> None:
     """Carry claims out and decide them; what is finished is not repeated, so a stopped one goes on."""
     from fedspan.cli.checks import perform_check
@@ -120,8 +122,9 @@ def run_(
     _look_for_data(root)
     told = []
     for claim in wanted:
-        begun = runner(child(where, claim.folder), quiet or as_json)
-        outcome = perform(claim, begun, perform_check)
+        with cluster_runs(cluster) as runs:
+            begun = runner(child(where, claim.folder), quiet or as_json, runs)
+            outcome = perform(claim, begun, perform_check, lambda work, rows, on=runs: spread(work, rows, on))  # type: ignore[misc]
         path = outcome.write(file_of(claim, _folder(outcomes) or outcomes_folder()))
         decision = decide(claim, outcome.figures)
         told.append(_summary(claim, outcome, decision) | {"outcome": str(path)})
@@ -171,12 +174,12 @@ def verify(
 # ------------------------------------------------------------------------------------------------ what they share
 
 
-def runner(where: Path, quiet: bool) -> Callable[[ClaimJob], Result | None]:
-    """What carries the runs of a claim out below a folder, one after another."""
+def runner(where: Path, quiet: bool, runs: ClusterRuns | None = None) -> Callable[[ClaimJob], Result | None]:
+    """What carries the runs of a claim out below a folder, one after another, or each on a machine of a cluster."""
     from fedspan.cli.running import result_of
 
     def run(job: ClaimJob) -> Result | None:
-        result, found = result_of(job.config, child(where, job.folder), quiet=True, label=job.label)
+        result, found = result_of(job.config, child(where, job.folder), quiet=True, label=job.label, runs=runs)
         if not quiet:
             end = "diverged" if result is None else _measured(result)
             say(f"{job.label}: {'already ' if found else ''}{end}")

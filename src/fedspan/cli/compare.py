@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedspan.cli.console import Picture, child, directory, listed, note, say, show, table, user_path
 from fedspan.cli.report import finished_runs
-from fedspan.cli.run import Fresh, Out, Quiet, say_dropped
+from fedspan.cli.run import Cluster, Fresh, Out, Quiet, say_dropped
 from fedspan.cli.sweep import folder
 from fedspan.cli.tune import Processes
 from fedspan.errors import ConfigError
@@ -67,6 +67,7 @@ def compare(
     tune: Tune = None,
     tune_seeds: TuneSeeds = 1,
     workers: Processes = 1,
+    cluster: Cluster = None,
 ) -> None:
     """Run several methods on the same data, or compare finished runs.
 
@@ -75,9 +76,10 @@ def compare(
     directories: tables and tests; --out FOLDER writes them as Markdown, CSV and LaTeX with figures.
     """
     if exp.is_dir():
-        if methods or seeds != 1 or fresh or tune:
+        if methods or seeds != 1 or fresh or tune or cluster:
             raise ConfigError(
-                "compare: --methods, --seeds, --tune and --fresh go with an experiment file. Got finished runs."
+                "compare: --methods, --seeds, --tune, --fresh and --cluster go with an experiment file. Got finished"
+                " runs."
             )
         compare_runs([exp, *map(Path, overrides or [])], target, against or None, out, kinds, measure)
         return
@@ -91,7 +93,7 @@ def compare(
 
     texts = list(overrides or [])
     if tune is not None:
-        compare_tuned(exp, texts, listed(methods), seeds, out, tune, tune_seeds, workers, fresh, quiet)
+        compare_tuned(exp, texts, listed(methods), seeds, out, tune, tune_seeds, workers, fresh, quiet, cluster)
         return
     if split_spaces(texts)[0]:
         raise ConfigError("compare: spaces such as method.lr=log:1e-3:1 go with --tune N. Got no --tune.")
@@ -99,7 +101,7 @@ def compare(
     names = methods_of(config, listed(methods))
     where = directory(out, config.name)
     jobs = plan(config, names, seeds, where)
-    run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet)
+    run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet, cluster=cluster)
 
 
 def methods_of(config: RunConfig, typed: list[str]) -> list[str]:
@@ -121,6 +123,7 @@ def compare_tuned(
     workers: int,
     fresh: bool,
     quiet: bool,
+    cluster: str | None = None,
 ) -> None:
     """Tune every method with the same budget on development seeds, then run it on the reported ones."""
     from fedspan.cli.running import run_all
@@ -135,7 +138,8 @@ def compare_tuned(
     where = directory(out, config.name)
     for name in names:
         say_dropped(name, config.fields_of(name, names)[1])
-    tuned = tune_methods(exp, texts, names, trials=trials, seeds=tune_seeds, workers=workers, where=where, quiet=quiet)
+    how: dict[str, Any] = {"trials": trials, "seeds": tune_seeds, "workers": workers, "cluster": cluster}
+    tuned = tune_methods(exp, texts, names, **how, where=where, quiet=quiet)
     called = labels(names)
     show(table(TITLES, [[called[name], *told.cells()] for name, (_, told) in tuned.items()], right=[2, 7, 8]))
     say(NOTE)
@@ -146,7 +150,7 @@ def compare_tuned(
         for name, (best, _) in tuned.items()
     ]
     keep = lambda label, place: told_of[label].write(place)
-    run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet, after=keep)
+    run_all(jobs, config.name, where / "report.html", fresh=fresh, quiet=quiet, after=keep, cluster=cluster)
 
 
 def plan(config: RunConfig, names: list[str], seeds: int, where: Path) -> list[tuple[str, RunConfig, Path]]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedspan.cli.cluster_runs import ClusterRuns, cluster_runs, spread
 from fedspan.cli.console import child, directory, listed, note, say, show, table
-from fedspan.cli.run import Out, Overrides, Quiet
+from fedspan.cli.run import Cluster, Out, Overrides, Quiet
 from fedspan.errors import ConfigError, FedspanError
 from fedspan.storage.atomic import write_atomic
 
@@ -45,6 +46,7 @@ def reproduce(
     out: Out = None,
     root: Root = None,
     quiet: Quiet = False,
+    cluster: Cluster = None,
 ) -> None:
     """Run a paper's table again and show it beside the printed figures; finished runs are not repeated."""
     from fedspan.studies.papers import candidates, config_of, describe, load_experiment, reproduce_row, trials
@@ -75,11 +77,13 @@ def reproduce(
     for line in said:
         say(line)
     say(f"{len(experiment.rows)} rows, {total} runs; directory {where}.")
-    shown = _Shown(where, total, quiet, bars=not quick and not quiet)
     outcomes: list[RowOutcome] = []
-    for row in experiment.rows:
-        outcomes.append(reproduce_row(experiment, row, count, settings, shown.run))
-        _write(where, experiment, said, outcomes, everything=not rows)  # after every row: a long table can be watched
+    with cluster_runs(cluster) as runs:
+        shown = _Shown(where, total, quiet, bars=not quick and not quiet, runs=runs)
+        done = spread(lambda row: reproduce_row(experiment, row, count, settings, shown.run), experiment.rows, runs)
+        for outcome in done:
+            outcomes.append(outcome)
+            _write(where, experiment, said, outcomes, everything=not rows)  # a long table can be watched
     _conclude(where, experiment, outcomes, everything=not rows)
 
 
@@ -101,10 +105,10 @@ def _list() -> None:
 
 
 class _Shown:
-    """Carries runs out one after another, a line for each; what is finished or has diverged before is only told."""
+    """Carries runs out here or on a cluster, a line for each; what is finished or has diverged before is only told."""
 
-    def __init__(self, where: Path, total: int, quiet: bool, bars: bool) -> None:
-        self.where, self.total, self.quiet, self.bars, self.done = where, total, quiet, bars, 0
+    def __init__(self, where: Path, total: int, quiet: bool, bars: bool, runs: ClusterRuns | None = None) -> None:
+        self.where, self.total, self.quiet, self.bars, self.done, self.runs = where, total, quiet, bars, 0, runs
 
     def run(self, job: PaperJob) -> Result | None:
         """The result of a job; None if it diverged."""
@@ -113,7 +117,7 @@ class _Shown:
         self.done += 1
         place = child(self.where / job.folder.parent, job.folder.name)
         label = f"{job.row.label}, {job.setting}, {job.purpose}, seed {job.config.seed}"
-        result, found = result_of(job.config, place, quiet=not self.bars, label=label)
+        result, found = result_of(job.config, place, quiet=not self.bars, label=label, runs=self.runs)
         before = "already " if found else ""
         if not self.quiet:
             facts = f"{before}diverged" if result is None else f"{before}done: {_facts(result)}"

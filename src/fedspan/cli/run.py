@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +19,24 @@ Overrides = Annotated[
 Out = Annotated[Path | None, typer.Option("--out", help="Directory to write to.", show_default=False)]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="auto|HOST:PORT",
+        help="Compute on the Ray cluster of this machine (auto), or of this head. Needs fedspan[ray].",
+        show_default=False,
+    ),
+]
 
 
 def run(
-    exp: Experiment, overrides: Overrides = None, out: Out = None, fresh: Fresh = False, quiet: Quiet = False
+    exp: Experiment,
+    overrides: Overrides = None,
+    out: Out = None,
+    fresh: Fresh = False,
+    quiet: Quiet = False,
+    cluster: Cluster = None,
 ) -> None:
     """Run one experiment; a run that was interrupted goes on where it was. Default directory: runs/NAME-SEED."""
     from fedspan.cli.running import data_changed, execute, finished
@@ -36,9 +51,19 @@ def run(
         usual = f"{where} is finished already. --fresh starts over; more rounds (rounds=N) continue it."
         note(data_changed(where, config) or usual)
     else:
-        execute(config, where, fresh=fresh, quiet=quiet)
+        with _joined(cluster):  # before anything is read: an address nobody answers at is said at once
+            execute(config, where, fresh=fresh, quiet=quiet, cluster=cluster)
     say(outcome(json.loads((where / "result.json").read_text(encoding="utf-8"))))
     say(f"Results: {where}")
+
+
+def _joined(cluster: str | None) -> AbstractContextManager[None]:
+    """A place in a cluster, if one is asked for."""
+    if cluster is None:
+        return nullcontext()
+    from fedspan.simulation.cluster.ray_connection import joined
+
+    return joined(cluster)
 
 
 def say_dropped(name: str, dropped: list[str]) -> None:

@@ -19,7 +19,10 @@ from fedspan.storage.atomic import write_atomic
 from fedspan.storage.format_number import check_format
 
 if TYPE_CHECKING:
+    from fedspan.cli.cluster_runs import ClusterRuns
     from fedspan.config import RunConfig
+    from fedspan.data.federated import FederatedData
+    from fedspan.simulation.settings import Settings
     from fedspan.simulation.simulator import Simulation
 
 STOPPED = 130
@@ -39,8 +42,14 @@ def finished(directory: Path, config: RunConfig) -> dict[str, Any] | None:
     return None
 
 
-def result_of(config: RunConfig, directory: Path, *, quiet: bool, label: str) -> tuple[dict[str, Any] | None, bool]:
-    """The result of a run, carried out or found done, and whether it was found; None if it diverges, which is kept."""
+def result_of(
+    config: RunConfig, directory: Path, *, quiet: bool, label: str, runs: ClusterRuns | None = None
+) -> tuple[dict[str, Any] | None, bool]:
+    """The result of a run, carried out or found done, and whether it was found; None if it diverges, which is kept.
+
+    Args:
+        runs: carries it out on a cluster.
+    """
     marker = directory / "diverged.json"
     if marker.is_file():
         return None, True
@@ -48,7 +57,10 @@ def result_of(config: RunConfig, directory: Path, *, quiet: bool, label: str) ->
     if result is not None:
         return result, True
     try:
-        execute(config, directory, quiet=quiet, label=label)
+        if runs is None:
+            execute(config, directory, quiet=quiet, label=label)
+        elif (diverged := runs.one(config, directory).diverged) is not None:
+            raise Divergence(diverged)
     except Divergence as e:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomic(marker, json.dumps({"why": str(e)}) + "\n")
@@ -80,19 +92,34 @@ def data_changed(directory: Path, config: RunConfig) -> str | None:
     )
 
 
-def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, read_only: bool = False) -> Simulation:
-    """The run that a configuration describes, as far as its directory has it."""
+def simulation_of(
+    config: RunConfig,
+    directory: Path,
+    *,
+    fresh: bool = False,
+    read_only: bool = False,
+    data: FederatedData | None = None,
+    settings: Settings | None = None,
+    cluster: str | None = None,
+) -> Simulation:
+    """The run that a configuration describes, as far as its directory has it.
+
+    Args:
+        data: instead of those that the configuration names.
+        settings: instead of the configuration's, where they cannot change the numbers.
+        cluster: address of a Ray cluster that computes its rounds.
+    """
     from fedspan.config import assemble
     from fedspan.simulation.simulator import Simulation
 
-    method, task, data = assemble(config)
+    method, task, data = assemble(config, data)
     return Simulation(
         method,
         task,
         data,
         rounds=config.rounds,
         seed=config.seed,
-        settings=config.train,
+        settings=settings or config.train,
         out=directory,
         fresh=fresh,
         config=config.recorded(),
@@ -101,6 +128,7 @@ def simulation_of(config: RunConfig, directory: Path, *, fresh: bool = False, re
         evaluate=config.evaluate,
         defence=config.defence,
         asynchronous=config.asynchronous,
+        cluster=cluster,
     )
 
 
@@ -130,10 +158,12 @@ def execute(
     quiet: bool = False,
     label: str = "",
     said: set[str] | None = None,
+    cluster: str | None = None,
 ) -> None:
     """Do what is left of a run; all of it is in the directory afterwards.
 
     Args:
+        cluster: address of a Ray cluster that computes its rounds.
         said: what the command has said of other runs, without their numbers, and need not say again.
 
     Raises:
@@ -141,7 +171,7 @@ def execute(
     """
     from fedspan.config import to_toml
 
-    simulation = simulation_of(config, directory, fresh=fresh)
+    simulation = simulation_of(config, directory, fresh=fresh, cluster=cluster)
     # Only now: a directory of another experiment has been refused, and keeps its own configuration.
     write_atomic(directory / "config.toml", to_toml(config))
     told = len(simulation.messages)
@@ -234,26 +264,36 @@ def run_all(
     fresh: bool = False,
     quiet: bool = False,
     after: Callable[[str, Path], None] | None = None,
+    cluster: str | None = None,
 ) -> None:
     """Run a list of (label, configuration, directory), leaving out what is finished; then table and report page.
 
     `after` is called for each run that is done, before table and page are made. A run that diverges does not take the
     others with it: it is left out of the table, and the command fails at the end.
 
+    Args:
+        cluster: address of a Ray cluster whose machines share the runs.
+
     Raises:
         Divergence: if any run diverged.
     """
     lost: list[str] = []
     said: set[str] = set()
+    todo: list[tuple[str, RunConfig, Path]] = []
     for label, config, directory in jobs:
         if not fresh and finished(directory, config) is not None:
             note(data_changed(directory, config) or f"{label}: already finished in {directory}.")
+            continue
+        if cluster is not None:
+            todo.append((label, config, directory))
             continue
         try:
             execute(config, directory, fresh=fresh, quiet=quiet, label=label, said=said)
         except Divergence as e:
             note(f"{label}: {e}")
             lost.append(label)
+    if todo:
+        lost += _run_on_cluster(todo, cluster, fresh, quiet, said)
     done = [directory for label, _, directory in jobs if label not in lost]
     for label, _, directory in jobs:
         if after is not None and label not in lost:
@@ -262,6 +302,36 @@ def run_all(
         conclude(done, page, title)
     if lost:
         raise Divergence(f"{len(lost)} of {len(jobs)} runs diverged and are not in the table: {', '.join(lost)}.")
+
+
+def _run_on_cluster(
+    jobs: Sequence[tuple[str, RunConfig, Path]], cluster: str | None, fresh: bool, quiet: bool, said: set[str]
+) -> list[str]:
+    """Carry runs out on a cluster; the labels of those that diverged.
+
+    Raises:
+        typer.Exit: with 130 after Ctrl-C; what was done is kept.
+    """
+    from fedspan.cli.cluster_runs import cluster_runs
+
+    lost: list[str] = []
+    done, start = 0, time.monotonic()
+    try:
+        with cluster_runs(cluster) as runs:
+            assert runs is not None
+            for label, run in runs.each((label, config, place, fresh) for label, config, place in jobs):
+                done += 1
+                for message in run.messages:
+                    _note_once(message, said)
+                if run.diverged is not None:
+                    note(f"{label}: {run.diverged}")
+                    lost.append(label)
+                elif not quiet:
+                    say(f"{label}: done, {done} of {len(jobs)}, after {time.monotonic() - start:.0f} s")
+    except KeyboardInterrupt:
+        note(f"Stopped with {done} of {len(jobs)} runs done; the same command goes on, runs under way begin anew.")
+        raise typer.Exit(STOPPED) from None
+    return lost
 
 
 def conclude(directories: Sequence[Path], page: Path, title: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedspan.cli.console import child, directory
-from fedspan.cli.run import Experiment, Fresh, Out, Quiet
+from fedspan.cli.run import Cluster, Experiment, Fresh, Out, Quiet
 from fedspan.errors import ConfigError
 
 MOST = 1000
@@ -19,7 +19,14 @@ Values = Annotated[
 ]
 
 
-def sweep(exp: Experiment, values: Values, out: Out = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
+def sweep(
+    exp: Experiment,
+    values: Values,
+    out: Out = None,
+    fresh: Fresh = False,
+    quiet: Quiet = False,
+    cluster: Cluster = None,
+) -> None:
     """Run every combination of the values given, e.g. method.rank=1,5,10 seed=0,1; finished ones are not repeated."""
     from fedspan.cli.running import run_all
     from fedspan.config import load_config
@@ -37,7 +44,8 @@ def sweep(exp: Experiment, values: Values, out: Out = None, fresh: Fresh = False
         config = load_config(exp, point).resolve()
         label = ",".join(p for p in point if p.partition("=")[0] in varied) or f"seed={config.seed}"
         jobs.append((label, config, child(where, folder(label))))
-    run_all(jobs, f"{where.name}: {', '.join(varied)}", where / "report.html", fresh=fresh, quiet=quiet)
+    title = f"{where.name}: {', '.join(varied)}"
+    run_all(jobs, title, where / "report.html", fresh=fresh, quiet=quiet, cluster=cluster)
 
 
 def split(text: str) -> tuple[str, list[str]]:

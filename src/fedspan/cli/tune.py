@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedspan.cli.console import child, directory, note, say, show, table
-from fedspan.cli.run import Experiment, Out, Quiet, say_dropped
+from fedspan.cli.run import Cluster, Experiment, Out, Quiet, say_dropped
 from fedspan.errors import ConfigError, Divergence, FedspanError
 from fedspan.storage.atomic import write_atomic
 
@@ -58,6 +58,7 @@ def tune(
     out: Out = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    cluster: Cluster = None,
 ) -> None:
     """Choose hyper-parameters by trials on validation parts, e.g. method.lr=log:1e-3:1; finished ones are not repeated.
 
@@ -83,7 +84,7 @@ def tune(
     def made(point: Mapping[str, Value], seed: int) -> RunConfig:
         return _with(exp, rest, point).resolve(name, seed=seed)
 
-    with _processes(where, workers, quiet or as_json) as run:
+    with _processes(where, workers, quiet or as_json, cluster) as run:
         outcome = _search(spaces, made, run, name, trials, chosen, measure, not no_pruning)
     best = made(outcome.best.values, chosen[0])
     write_atomic(where / "best.toml", to_toml(best))
@@ -124,12 +125,14 @@ def tune_methods(
     workers: int,
     where: Path,
     quiet: bool,
+    cluster: str | None = None,
 ) -> dict[str, tuple[RunConfig, Given]]:
     """Tune each method of a comparison with the same budget: its experiment, and what it was given, by its name.
 
     Args:
         texts: search spaces and settings as they were typed.
         where: the comparison's directory; trials lie in a folder `tuning` of it.
+        cluster: address of a Ray cluster whose machines share the trials.
     """
     from fedspan.config import load_config
     from fedspan.method.fields import keys_of
@@ -146,7 +149,7 @@ def tune_methods(
     for name in names:
         config.only(name, names)  # all of them are checked before the first trial starts
     found: dict[str, tuple[RunConfig, Given]] = {}
-    with _processes(where / TRIALS, workers, quiet) as run:
+    with _processes(where / TRIALS, workers, quiet, cluster) as run:
         for name in names:
             own = [s for s in spaces if not s.key.startswith("method.") or s.key[7:] in keys_of(find_method(name))]
 
@@ -220,8 +223,23 @@ def _shown(value: Value) -> str:
 
 
 @contextmanager
-def _processes(where: Path, workers: int, quiet: bool) -> Iterator[Runner]:
-    """What carries trials out in directories below `where`: this process, or several that end with it."""
+def _processes(where: Path, workers: int, quiet: bool, cluster: str | None = None) -> Iterator[Runner]:
+    """What carries trials out in directories below `where`: this process, several that end with it, or a cluster."""
+    if cluster is not None:
+        from fedspan.cli.cluster_runs import cluster_runs
+
+        with cluster_runs(cluster) as runs:
+            assert runs is not None
+
+            def spread(waiting: Sequence[Waiting]) -> None:
+                from fedspan.config import from_dict
+
+                for place, run in runs.each((Path(p), from_dict(v), Path(p), False) for v, p in waiting):
+                    if run.diverged is not None:
+                        write_atomic(place / "diverged.json", json.dumps({"why": run.diverged}) + "\n")
+
+            yield lambda jobs: _carry_out(jobs, where, quiet, spread)
+        return
     if workers == 1:
 
         def one_by_one(waiting: Sequence[Waiting]) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -33,7 +33,7 @@ from fedspan.simulation import evaluation
 from fedspan.simulation.engine import Engine, NoHeadToFit
 from fedspan.simulation.environment import versions
 from fedspan.simulation.protocols import RECEIVED, JudgedModel
-from fedspan.simulation.record import Progress, Record
+from fedspan.simulation.record import Progress, Record, RowsLost
 from fedspan.simulation.result import Result
 from fedspan.simulation.settings import sample
 from fedspan.simulation.transport import Collected, MeasuredClients, Sums, Transport
@@ -42,6 +42,8 @@ from fedspan.wire import Direction, Ledger
 
 MATRIX_CLIENTS = 100  # beyond that a matrix over the clients would swell every line of the metrics
 MOST_HALVINGS = 3
+MOST_RETURNS = 5
+"""Times that a run goes back to one state as private states were lost with their machines."""
 
 Line: TypeAlias = dict[str, Any]
 OnRound: TypeAlias = Callable[[Line], None]
@@ -90,6 +92,8 @@ class RoundDriver(ABC):
         self._busy = False
         self._last: Evaluated | None = None
         self._without: set[JudgedModel] = set()
+        self._engines = [engine]  # by how often learning rates were halved
+        self._returns: list[int] = []
         for _ in range(record.progress.halvings):
             self._halve()
 
@@ -106,28 +110,59 @@ class RoundDriver(ABC):
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # so that the numbers are the same in this process and in every worker
+        told = [self.record.progress.round]
         try:
-            while self.record.progress.round < self.rounds:
-                with self._undisturbed() as interrupted:
-                    line = self._step()
-                self._stepped(line)
-                if on_round is not None:
-                    on_round(line)
-                if interrupted:
-                    _interrupt()
-            if self._last is None:  # a run of no rounds, or one that was finished before
-                self.transport.ready()
-                self._last = self._evaluate(self.record.progress.round, Ledger())
-            self.record.save(force=True)
-            return self._result()
+            while True:
+                try:
+                    return self._rest(on_round, told)
+                except RowsLost as e:
+                    self._go_back(e)
         except KeyboardInterrupt:
             if not self._busy:  # in the middle of a round the last checkpoint is the last consistent state
-                self.record.save(force=True)
+                with suppress(RowsLost):  # then it is too
+                    self.record.save(force=True)
             raise
         finally:
             self.transport.close()
             torch.set_num_threads(threads)
             self.record.close()
+
+    def _rest(self, on_round: OnRound | None, told: list[int]) -> Result:
+        """Do what is left; `told` has the last round that somebody heard of, who does not hear of it twice."""
+        while self.record.progress.round < self.rounds:
+            with self._undisturbed() as interrupted:
+                line = self._step()
+            if line["round"] > told[0]:
+                told[0] = line["round"]
+                self._stepped(line)
+                if on_round is not None:
+                    on_round(line)
+            if interrupted:
+                _interrupt()
+        if self._last is None:  # a run of no rounds, or one that was finished before
+            self.transport.ready()
+            self._last = self._evaluate(self.record.progress.round, Ledger())
+        self.record.save(force=True)
+        return self._result()
+
+    def _go_back(self, why: RowsLost) -> None:
+        """Go back to where all private states were last at home: what has been lost since is computed again.
+
+        Raises:
+            RowsLost: if that has not helped before.
+        """
+        self.record.go_back()
+        done = self.record.progress.round
+        self._returns.append(done)
+        if self._returns.count(done) > MOST_RETURNS:
+            raise RowsLost(f"{why}, {MOST_RETURNS + 1} times after round {done}; the run can be resumed from there.")
+        del self._engines[self.record.progress.halvings + 1 :]
+        if self.engine is not self._engines[-1]:
+            self.engine = self.transport.engine = self._engines[-1]
+            self.method = self.engine.method
+            self.transport.close()
+        self._busy, self._last = False, None
+        self.messages.append(f"{why}; rounds from {done + 1} on are computed again, with the same numbers.")
 
     # ------------------------------------------------------------------------------------------------ hooks
 
@@ -249,6 +284,7 @@ class RoundDriver(ABC):
         rates = {k: v for k, v in flat(self.method).items() if k == "lr" or k.startswith("lr_")}
         self.method = with_keys(self.method, **{k: v / 2 for k, v in rates.items() if v is not None})
         self.engine = self.transport.engine = replace(self.engine, method=self.method)
+        self._engines.append(self.engine)
         self.transport.close()
 
     # ------------------------------------------------------------------------------------------------ evaluation

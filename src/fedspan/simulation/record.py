@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,9 +35,34 @@ from fedspan.storage.client_history import ClientHistory
 from fedspan.storage.client_store import ClientStore
 from fedspan.storage.format_number import FORMAT, check_format
 from fedspan.storage.row_table import Empty, RowTable, uninitialised
-from fedspan.storage.tree_file import BLOCK_BYTES
+from fedspan.storage.tree_file import BLOCK_BYTES, Block
 from fedspan.tree import Tree
 from fedspan.wire import Ledger
+
+
+class RowsLost(FedspanError):
+    """Private states of clients are gone with the machine that had them; rounds since the last checkpoint must be
+    done again."""
+
+
+class RowsElsewhere(Protocol):
+    """Private states that are newer than those at home, on other machines."""
+
+    def row(self, client: int) -> Block | None:
+        """The record of a client whose state is not at home; None if it is."""
+        ...
+
+    def coming_home(self) -> Iterator[tuple[list[int], Block]]:
+        """Clients whose states are not at home, and their records, some at a time."""
+        ...
+
+    def at_home(self) -> None:
+        """Note that all states are at home."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all states that are elsewhere."""
+        ...
 
 
 @dataclass
@@ -60,6 +86,19 @@ class Progress:
     def totals(self) -> dict[str, int]:
         """Bytes by direction."""
         return self.bytes.totals()
+
+
+@dataclass(frozen=True)
+class RestartPoint:
+    """The state of a run when all private states were last at home."""
+
+    server: Tree
+    common: Tree
+    news: dict[str, Tree]
+    progress: Progress
+    lines: int
+    metrics: int
+    """Bytes of the file of metrics."""
 
 
 class Record:
@@ -105,6 +144,8 @@ class Record:
         self._versions = versions(engine.device)
         self.lines: list[dict[str, Any]] = []
         self.history = ClientHistory(federation.clients) if engine.judging.asked else None
+        self.elsewhere: RowsElsewhere | None = None
+        self.point: RestartPoint | None = None
         self.directory: RunDirectory | None = None
         loaded = None
         if out is not None:
@@ -186,6 +227,7 @@ class Record:
         length = self._append_metrics(sync=due)
         if not due:
             return
+        self.bring_home()
         if self.history is not None:
             self.history.save(self.out)
         p = {**vars(self.progress), "bytes": self.progress.bytes.to_json()}
@@ -197,6 +239,48 @@ class Record:
         state = {"server": self.server, "common": self.common, **{k: v for k, v in few.items() if v}}
         self.directory.save(done, state, list(self.stores.values()), p, length)
         self._saved_at = time.monotonic()
+
+    def bring_home(self) -> None:
+        """Fetch private states that are elsewhere, all or none, and remember this state as one to go back to.
+
+        Raises:
+            RowsLost: if some cannot be had any more.
+        """
+        if self.elsewhere is None:
+            return
+        self.settle()
+        try:
+            for ids, records in self.elsewhere.coming_home():
+                for c, at in self._grouped(ids).items():
+                    self.stores[c].stage_records([ids[k] for k in at], records[at])
+        except BaseException:
+            self.settle()
+            raise
+        self.accept()
+        self.settle()
+        self.elsewhere.at_home()
+        size = 0
+        if self.out is not None and (self.out / "metrics.jsonl").exists():
+            size = (self.out / "metrics.jsonl").stat().st_size
+        progress = copy.deepcopy(self.progress)
+        self.point = RestartPoint(self.server, self.common, dict(self.news), progress, len(self.lines), size)
+
+    def go_back(self) -> None:
+        """Be in the state again in which all private states were last at home; the rounds since will be repeated."""
+        point = self.point
+        assert point is not None and self.elsewhere is not None
+        self.settle()
+        self.elsewhere.clear()
+        self.server, self.common, self.news = point.server, point.common, dict(point.news)
+        self.progress = copy.deepcopy(point.progress)
+        del self.lines[point.lines :]
+        self._written = min(self._written, point.lines)
+        if self.history is not None:
+            self.history.forget(self.progress.round)
+        if self.out is not None and not self.read_only:
+            path = self.out / "metrics.jsonl"
+            with writing(path), open(path, "r+b") as f:
+                f.truncate(point.metrics)
 
     def _append_metrics(self, sync: bool) -> int:
         """Write the lines that are new, and return the file's length in bytes."""
@@ -239,12 +323,14 @@ class Record:
 
     def row(self, client: int) -> Tree:
         """One client's private state."""
-        return self.stores[self.federation.capacities[client]].row(client)
+        store = self.stores[self.federation.capacities[client]]
+        record = None if self.elsewhere is None else self.elsewhere.row(client)
+        return store.row(client) if record is None else store.layout.row(record)
 
     def take(self, ids: Sequence[int], empty: Empty = uninitialised) -> Tree:
         """The private states of some clients, stacked in that order, in tensors that `empty` gives."""
         groups = self._grouped(ids)
-        if len(groups) == 1:
+        if len(groups) == 1 and self.elsewhere is None:
             return self.stores[next(iter(groups))].take(ids, empty)
         rows: Tree = tree.stack([self.row(i) for i in ids])
         return rows
@@ -300,6 +386,7 @@ class Record:
 
     def digest(self) -> str:
         """SHA-256 of the server's state and, where they are here, every client's: `tree.digest` of all of them."""
+        self.bring_home()
         rest = sorted(tree.items({"server": self.server, "common": self.common}))
         return tree.digest_of(chain(self._client_items(), rest))
 

@@ -42,6 +42,7 @@ class Result:
     labels: list[list[int]] | None = None  # training examples per client and class, as the client names the classes
     capacities: list[str] | None = None  # of every client, if they differ
     evaluation: dict[str, Any] = field(default_factory=dict)  # metrics and protocols, where some were asked for
+    cluster: dict[str, Any] = field(default_factory=dict)  # machines of a cluster, and what travelled between them
     simulation: Simulation | None = None
 
     def personal_model(self, client: int) -> nn.Module:
@@ -53,7 +54,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """What `result.json` holds."""
-        left_out = {"curve", "simulation"} | (set() if self.evaluation else {"evaluation"})
+        left_out = {"curve", "simulation"} | {k for k in ("evaluation", "cluster") if not getattr(self, k)}
         return {"format": FORMAT} | {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def write(self, directory: Path) -> None:

@@ -62,6 +62,7 @@ class Simulation(RoundDriver):
         evaluate: metrics, and which models are judged, as `EvaluationSettings` or its fields.
         defence: how uploads are judged; not at all if not given.
         asynchronous: how clients train without waiting for one another; in synchronous rounds if not given.
+        cluster: address of a Ray cluster that computes the rounds (`auto`, or HOST:PORT); this machine if not given.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Simulation(RoundDriver):
         evaluate: EvaluationSettings | Mapping[str, Any] | None = None,
         defence: Defence | None = None,
         asynchronous: Asynchronous | None = None,
+        cluster: str | None = None,
     ) -> None:
         for name, value in (("rounds", rounds), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -98,6 +100,7 @@ class Simulation(RoundDriver):
         how: dict[str, Any] = {"evaluation_batch": min(size or 512, 512)} if task.kind == "language" else {}
         # Who only looks at a run needs no accelerator for it.
         used = [accelerator.HOST] if read_only else accelerator.find(s.device, s.precision)
+        _check_cluster(cluster, asynchronous, used[0])
         how |= {"judging": judging, "precision": s.precision, "device": used[0]}
         engine = Engine(method, task, self.data, seed, size, s.epochs, self.mapping, **how)
         self.capacity = tuple(engine.able.capacity(task, i) for i in range(self.data.clients))
@@ -112,10 +115,13 @@ class Simulation(RoundDriver):
             engine, federation, s, config=config, out=out, fresh=fresh, read_only=read_only, defence=defence, when=when
         )
         rest: dict[str, Any] = {"rounds": rounds, "config": config}
-        self.devices, self.asynchronous = devices, asynchronous
-        transport = LocalTransport(engine, record, devices, rounds=rounds, accelerators=used)
+        self.devices, self.asynchronous, self.cluster = devices, asynchronous, cluster
+        transport: LocalTransport
         if asynchronous is not None and devices is not None:
             transport = AsynchronousTransport(engine, record, devices, asynchronous, rounds=rounds)
+        else:
+            there: dict[str, Any] = {} if cluster is not None else {"accelerators": used}
+            transport = _transport(cluster)(engine, record, devices, rounds=rounds, **there)
         super().__init__(engine, record, transport, **rest)
         if not read_only and out is not None and data.preprocessing is not None:
             data.preprocessing.write(out)  # so that later rows can be prepared as these were
@@ -124,6 +130,20 @@ class Simulation(RoundDriver):
         if record.resumed:
             done = record.progress.round
             self.messages.append(f"Resuming {out} after round {done}; {max(0, rounds - done)} of {rounds} are left.")
+
+    def run(self, on_round: OnRound | None = None) -> Result:
+        """Do the rounds that are left, evaluate, and return the result.
+
+        Raises:
+            Divergence: if training leaves the finite numbers; the last good state has been saved.
+            ConfigError: if there is no such cluster, or nobody is left on it.
+        """
+        if self.cluster is None:
+            return super().run(on_round)
+        from fedspan.simulation.cluster.ray_connection import joined  # imports what only this needs
+
+        with joined(self.cluster):
+            return super().run(on_round)
 
     def _undisturbed(self) -> AbstractContextManager[list[bool]]:
         return _finish_first()
@@ -156,6 +176,7 @@ class Simulation(RoundDriver):
             "groups": None if self.data.groups is None else self.data.groups.tolist(),
             "labels": self._labels(),
             "capacities": [str(c) for c in self.capacity] if len(set(self.capacity)) > 1 else None,
+            "cluster": self.transport.facts.to_json() if self.cluster is not None else {},  # type: ignore[attr-defined]
             "simulation": self,
         }
 
@@ -166,6 +187,30 @@ class Simulation(RoundDriver):
             return None
         counts: list[list[int]] = label_counts(self.data).tolist()
         return counts
+
+
+def _check_cluster(cluster: str | None, asynchronous: Asynchronous | None, device: torch.device) -> None:
+    """Refuse what a cluster does not compute.
+
+    Raises:
+        ConfigError: for asynchronous rounds, and for a device that its actors have not.
+    """
+    if cluster is not None and asynchronous is not None:
+        raise ConfigError("Simulation: a run with [asynchronous] goes on one machine; leave out the cluster. Got both.")
+    if cluster is not None and device.type != "cpu":
+        raise ConfigError(
+            f"Simulation: on a cluster train.device must be 'cpu', as chunks are computed by its processors. Got"
+            f" {str(device)!r}."
+        )
+
+
+def _transport(cluster: str | None) -> type[LocalTransport]:
+    """What brings work to simulated clients."""
+    if cluster is None:
+        return LocalTransport
+    from fedspan.simulation.cluster.cluster_transport import ClusterTransport  # imports what only this needs
+
+    return ClusterTransport
 
 
 def simulate(
@@ -182,6 +227,7 @@ def simulate(
     defence: Defence | None = None,
     devices: Devices | None = None,
     asynchronous: Asynchronous | None = None,
+    cluster: str | None = None,
     **settings: Any,
 ) -> Result:
     """Simulate a federation on this machine.
@@ -198,6 +244,7 @@ def simulate(
             as if on them.
         asynchronous: how clients train without waiting for one another, e.g. `Asynchronous(buffer=10)`; needs
             `devices`. In synchronous rounds if not given.
+        cluster: address of a Ray cluster that computes the rounds (`auto`, or HOST:PORT); this machine if not given.
         settings: fields of `Settings`, e.g. `participation=0.1, batch_size=256`.
     """
     data = clients if isinstance(clients, FederatedData) else federate(clients, seed=seed)
@@ -208,7 +255,7 @@ def simulate(
         model = Task(model, kind, dtype=dtype, seed=None if isinstance(model, nn.Module) else seed)
     path = None if out is None else Path(out)
     more: dict[str, Any] = {"settings": chosen, "out": path, "fresh": fresh, "evaluate": evaluate}
-    more |= {"defence": defence, "devices": devices, "asynchronous": asynchronous}
+    more |= {"defence": defence, "devices": devices, "asynchronous": asynchronous, "cluster": cluster}
     sim = Simulation(method, model, data, rounds=rounds, seed=seed, **more)
     return sim.run(on_round)
 

@@ -1,4 +1,4 @@
-"""Executors: who runs the chunks of a round on one machine, this process or worker processes.
+"""Executors: who runs the chunks of a round, this process or worker processes; on several machines see `cluster`.
 
 Worker processes are forked once (or spawned, see `spawned_workers`), one thread each: two single-threaded processes use
 two cores fully; threads would wait for each other (interpreter lock, page faults). Jobs and answers are told over
@@ -17,10 +17,10 @@ import socket
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -45,6 +45,10 @@ class Job:
     meta: Meta
     data: Tree = field(default_factory=dict)
     shared: str = ""
+    rows: Sequence[Any] = ()
+    """Of every client where its row is, if the executor keeps rows; None for an initial one."""
+    packs: Sequence[slice] = ()
+    """How new rows are divided that the executor is to keep."""
 
 
 JOBS_AHEAD = 2
@@ -191,7 +195,10 @@ class WorkerProcess:
             os.waitpid(self.pid, 0)
 
 
-class JobWindow:
+Item = TypeVar("Item")
+
+
+class JobWindow(Generic[Item]):
     """The jobs of one `run`, taken from an iterable a few at a time.
 
     Args:
@@ -199,9 +206,9 @@ class JobWindow:
         most_ahead: how many may be taken whose results have not been handed on.
     """
 
-    def __init__(self, jobs: Iterable[Letter], most_open: int, most_ahead: int) -> None:
+    def __init__(self, jobs: Iterable[Item], most_open: int, most_ahead: int) -> None:
         self._source, self._most_open, self._most_ahead = enumerate(jobs), most_open, most_ahead
-        self._open: dict[int, Letter] = {}  # taken, and without a result
+        self._open: dict[int, Item] = {}  # taken, and without a result
         self._next: deque[int] = deque()  # of those: made, or to be repeated, and with no worker
         self._deaths: Counter[int] = Counter()
         self._done: dict[int, tuple[Meta, Tree]] = {}
@@ -223,8 +230,21 @@ class JobWindow:
         self._next.append(found[0])
         return True
 
-    def take(self) -> tuple[int, Letter] | None:
-        """The next job to be done, and its number; None where there is none now."""
+    def take(self, fit: Callable[[Item], float] | None = None) -> tuple[int, Item] | None:
+        """The next job to be done, and its number; None where there is none now.
+
+        Args:
+            fit: how well a job suits whoever takes it; below 0 it is left to others. Of equals the first is taken.
+        """
+        if fit is not None:
+            while self.make():  # to choose from
+                pass
+            suits = {k: fit(self._open[k]) for k in self._next}
+            best = max(self._next, key=suits.__getitem__, default=None)
+            if best is None or suits[best] < 0:
+                return None
+            self._next.remove(best)
+            return best, self._open[best]
         if not self._next and not self.make():
             return None
         k = self._next.popleft()
@@ -378,14 +398,14 @@ class Pool(InProcess):
     def _register(self, ready: selectors.BaseSelector, worker: int) -> None:
         ready.register(self._processes[worker].channel.sock, selectors.EVENT_READ, worker)
 
-    def _give_all(self, ready: selectors.BaseSelector, window: JobWindow) -> bool:
+    def _give_all(self, ready: selectors.BaseSelector, window: JobWindow[Letter]) -> bool:
         """Give every idle worker a job, as far as there are any; whether any worker has one."""
         for w in range(self.workers):
             if self._processes[w].job is None:
                 self._give(ready, w, window)
         return window.busy
 
-    def _give(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
+    def _give(self, ready: selectors.BaseSelector, worker: int, window: JobWindow[Letter]) -> None:
         """Send the next job to a worker; one that is found dead is replaced, and its replacement gets the job."""
         while (found := window.take()) is not None:
             process = self._processes[worker]
@@ -396,7 +416,7 @@ class Pool(InProcess):
             except OSError:
                 self._replace(ready, worker, window)
 
-    def _take(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
+    def _take(self, ready: selectors.BaseSelector, worker: int, window: JobWindow[Letter]) -> None:
         """Receive what a worker has to say, an answer or its end, and give it something to do."""
         process = self._processes[worker]
         try:
@@ -409,9 +429,9 @@ class Pool(InProcess):
         assert k is not None
         window.answered(k)
         self._give(ready, worker, window)  # before the answer is looked at, so that it need not wait
-        window.done(k, _result(reply.head, self._broadcasts.opened(reply)))
+        window.done(k, answer_of(reply.head, self._broadcasts.opened(reply)))
 
-    def _replace(self, ready: selectors.BaseSelector, worker: int, window: JobWindow) -> None:
+    def _replace(self, ready: selectors.BaseSelector, worker: int, window: JobWindow[Letter]) -> None:
         """Start a worker in the place of a dead one; the dead one's job comes next."""
         dead = self._processes[worker]
         ready.unregister(dead.channel.sock)
@@ -445,7 +465,7 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _result(head: Meta, data: Tree) -> tuple[Meta, Tree]:
+def answer_of(head: Meta, data: Tree) -> tuple[Meta, Tree]:
     """What a worker answered.
 
     Raises:

@@ -39,6 +39,13 @@ class ClientHistory:
             self._rows.append(row)
         self._written = -1
 
+    def forget(self, last: int) -> None:
+        """Forget evaluations after round `last`: they will be repeated."""
+        kept = [k for k, r in enumerate(self._rounds) if r <= last]
+        if len(kept) < len(self._rounds):
+            self._rounds, self._rows = [self._rounds[k] for k in kept], [self._rows[k] for k in kept]
+            self._written = -1
+
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """`round` [evaluations], and every measure [evaluations, clients]."""
         names = dict.fromkeys(name for row in self._rows for name in row)

@@ -265,6 +265,26 @@ class ClientStore:
         """Hold new states of `ids`, where the store holds its rows, without replacing those they have."""
         self._staged.append(self._write(ids, rows, self._rows.stage))
 
+    # Records are the bytes of rows as the store holds them, for whoever keeps rows elsewhere.
+
+    @property
+    def layout(self) -> RowLayout:
+        """How a state is a record."""
+        return self._layout
+
+    def records(self, ids: Sequence[int]) -> Block:
+        """The records of `ids`."""
+        return self._read(self._at(ids))
+
+    def stage_records(self, ids: Sequence[int], block: Block) -> None:
+        """Stage new states of `ids` that are records already."""
+        self._staged.append(self._write_records(self._at(ids), block, self._rows.stage))
+
+    def replaced(self, ids: Sequence[int]) -> list[bool]:
+        """Of each client whether its state was ever replaced."""
+        found: list[bool] = self._touched[self._at(ids)].tolist()
+        return found
+
     def accept(self) -> None:
         """Let what was staged replace the states that clients have."""
         self._rows.accept()
@@ -332,7 +352,9 @@ class ClientStore:
         at = self._at(ids)
         if len(np.unique(at)) != len(at):
             raise ValueError("Client store: put needs every client once; some id occurs twice.")
-        block = self._pack(rows, len(at))
+        return self._write_records(at, self._pack(rows, len(at)), write)
+
+    def _write_records(self, at: Places, block: Block, write: Callable[[Places, Block], None]) -> Places:
         if not self.row_bytes:
             return at[:0]
         try:
@@ -397,10 +419,7 @@ class ClientStore:
         return block
 
     def _pack(self, rows: Tree, n: int) -> Block:
-        block = np.empty((n, self.row_bytes), np.uint8)
-        for part, (start, end) in zip(self._layout.parts(rows, n), self._layout.spans):
-            block[:, start:end] = part
-        return block
+        return self._layout.block(rows, n)
 
     def _unpack(self, n: int, blocks: Iterable[Block], empty: Empty = uninitialised) -> Tree:
         """Records as a tree; every leaf has memory of its own, so that it is aligned whatever came before it."""

@@ -52,6 +52,27 @@ class RowLayout:
         """Uninitialised rows of n clients."""
         return empty(tree.map(lambda a: a.new_empty((n, *a.shape)), self.like))
 
+    def row(self, record: Block) -> Tree:
+        """The state that a record has."""
+        found: Tree = tree.take(self.rows([record]), 0)
+        return found
+
+    def rows(self, records: Sequence[Block | None]) -> Tree:
+        """The states that records have, stacked; where there is none, the row is left uninitialised."""
+        rows = self.stack(len(records))
+        for part, (start, end) in zip(self.parts(rows, len(records)), self.spans):
+            for k, record in enumerate(records):
+                if record is not None:
+                    part[k] = record[start:end]
+        return rows
+
+    def block(self, rows: Tree, n: int) -> Block:
+        """The records of stacked rows."""
+        found = np.empty((n, self.width), np.uint8)
+        for part, (start, end) in zip(self.parts(rows, n), self.spans):
+            found[:, start:end] = part
+        return found
+
     def parts(self, rows: Tree, n: int) -> list[Block]:
         """The bytes of stacked rows, leaf by leaf in the order of the record.
 
@@ -97,12 +118,7 @@ class RowTable:
 
     def gather(self, slots: Sequence[int]) -> Tree:
         """A copy of the rows in these slots, stacked; where a slot is negative, the row is left uninitialised."""
-        rows = self.layout.stack(len(slots))
-        for part, (start, end) in zip(self.layout.parts(rows, len(slots)), self.layout.spans):
-            for k, slot in enumerate(slots):
-                if slot >= 0:
-                    part[k] = self.rows[slot, start:end]
-        return rows
+        return self.layout.rows([self.rows[slot] if slot >= 0 else None for slot in slots])
 
     def scatter(self, slots: Sequence[int], rows: Tree) -> None:
         """Write stacked rows to these slots."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_a_claim_that_was_stopped_goes_on_to_the_same_outcome(
     assert (again.figures, again.data, again.verdict) == (whole.figures, whole.data, whole.verdict)
     effort = [{k: v for k, v in e.model_dump().items() if k != "seconds"} for e in again.effort.values()]
     assert effort == [{k: v for k, v in e.model_dump().items() if k != "seconds"} for e in whole.effort.values()]
+
+
+@pytest.mark.slow
+def test_rows_that_are_done_side_by_side_give_the_same_outcome(carried_out: tuple[ClaimOutcome, Path]) -> None:
+    whole, place = carried_out
+    with ThreadPoolExecutor(4) as threads:  # as `claims run --cluster` does them; the runs themselves are found done
+        again = perform(claim(), runner(place, quiet=True), no_check, threads.map)
+    assert (again.figures, again.data, again.verdict) == (whole.figures, whole.data, whole.verdict)
+    assert list(again.figures) == list(whole.figures) and again.seconds == whole.seconds
 
 
 @pytest.mark.slow

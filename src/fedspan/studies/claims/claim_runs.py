@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -64,10 +64,15 @@ Runner = Callable[[ClaimJob], Result | None]
 """Carries a job out, or finds it done, and gives its result; None if it diverged."""
 Checker = Callable[[Claim], Mapping[str, Any]]
 """Performs a claim's check and gives its numbers."""
+Spread = Callable[[Callable[[ClaimRow], Any], Sequence[ClaimRow]], Iterable[Any]]
+"""As `map`."""
 
 
-def perform(claim: Claim, run: Runner, check: Checker) -> ClaimOutcome:
+def perform(claim: Claim, run: Runner, check: Checker, each: Spread = map) -> ClaimOutcome:
     """Carry a claim out and decide it.
+
+    Args:
+        each: does the work of every row and gives what comes of it, in order; rows may be done side by side.
 
     Raises:
         ConfigError: if it cannot be tried here.
@@ -80,17 +85,18 @@ def perform(claim: Claim, run: Runner, check: Checker) -> ClaimOutcome:
     check_all(claim, rows)
     figures: dict[str, RowFigures] = {}
     effort: dict[str, RowEffort] = {}
-    spent = 0.0
+    spent: list[float] = []
 
     def timed(job: ClaimJob) -> Result | None:
-        nonlocal spent
         result = run(job)
-        spent += 0.0 if result is None else sum(result["seconds"].values())
+        spent.append(0.0 if result is None else sum(result["seconds"].values()))
         return result
 
-    for row in rows:
-        chosen = tune(claim, row, timed)
-        figures[row.name], effort[row.name] = _report(claim, row, chosen, timed)
+    def done(row: ClaimRow) -> tuple[RowFigures, RowEffort]:
+        return _report(claim, row, tune(claim, row, timed), timed)
+
+    for row, (found, told) in zip(rows, each(done, rows)):
+        figures[row.name], effort[row.name] = found, told
     return ClaimOutcome(
         claim=claim.name,
         claim_digest=claim.digest,
@@ -100,7 +106,7 @@ def perform(claim: Claim, run: Runner, check: Checker) -> ClaimOutcome:
         data=data_hashes(claim, rows),
         code=code_digest(),
         versions=versions(accelerator.find("auto")[0]),
-        seconds=round(spent, 1),
+        seconds=round(sum(spent), 1),
         verdict=verdict_of(claim, figures),
     ).sealed()
 
