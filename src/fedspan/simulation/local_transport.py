@@ -20,7 +20,7 @@ from fedspan.method import Capacity, Sent
 from fedspan.simulation import defence
 from fedspan.simulation.defence import Bounds, DefenceHistory, Measured
 from fedspan.simulation.devices import Clock, Cost, Devices, largest, measure
-from fedspan.simulation.engine import Answer, Engine, EvaluatedChunk, chunk_size
+from fedspan.simulation.engine import Answer, Engine, EvaluatedChunk, chunk_cuts, chunk_size
 from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped, sample
@@ -348,8 +348,9 @@ class LocalTransport:
         ledger.add_names(Direction.DOWN, alike, times=len(ids))
         ledger.add_names(Direction.DOWN, single)
         self._down[self.capacities[c]] = sum(alike.values()) + sum(single.values()) / len(ids)
-        size = chunk_size(self.engine.mapping, len(ids), self.parameters, self.settings.chunk)
-        return ClientGroup(c, ids, range(0, len(ids), size), lambda chunk: tree.take(own, chunk))
+        loads = [len(self.data.train[i]) for i in ids]
+        cuts = chunk_cuts(self.engine.mapping, loads, self.parameters, self.settings.chunk)
+        return ClientGroup(c, ids, cuts, lambda chunk: tree.take(own, chunk))
 
     def _judging(self, do: str, t: int, c: int, ids: list[int], ledger: Ledger, way: JudgedModel) -> ClientGroup:
         """Clients of one capacity that are judged, by what the first of them has and receives.
