@@ -12,7 +12,7 @@ from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Batches, Epochs
 from fedspan.learn.server_optimizer import ServerOptimizer
 from fedspan.learn.sgd import Loss
-from fedspan.learn.task import Task
+from fedspan.learn.task import LossBeside, Task
 from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit, named_layers
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
@@ -98,7 +98,7 @@ class FedAlt(Sharing):
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         u = down["theta"]
         h = self._fit_v(task, u, client["h"] or self.split(task, task.init())[1], visit["v"])
-        u = self.fit(lambda u, b: task.loss(u | h, b), u, visit["u"])
+        u = self.fit(LossBeside(task, h), u, visit["u"])
         return {"h": h if self.stateful else {}}, Sent(weight=self.weigh(visit), mean={"theta": u})
 
     def _fit_v(self, task: Task, u: Params, h: Params, stream: Batches) -> Params:
