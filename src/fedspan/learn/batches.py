@@ -19,7 +19,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.folded import FoldedRows, is_folding, is_mapped, mapped_by_hand, unwrapped, wrapped
-from fedspan.learn.perceptron import ClientRows
+from fedspan.learn.perceptron import StackedRows
 from fedspan.randomness import fold, generator
 from fedspan.tree import Inputs
 
@@ -187,7 +187,7 @@ class Batches:
                 pool, labels = pool.flatten(0, 1), labels.flatten(0, 1)
         return pool, labels, at, counts
 
-    def of_clients(self, flat: bool) -> ClientRows | None:
+    def of_clients(self, flat: bool) -> StackedRows | None:
         """Minibatches of all folded clients for classifiers of vectors; None where inputs or labels are not such.
 
         Args:
@@ -201,7 +201,7 @@ class Batches:
         if not own or not vectors or labels.ndim != 1 or labels.dtype != torch.int64:
             return None
         with mapped_by_hand():
-            return ClientRows(pool.view(len(pool), -1), labels, at, counts, names)
+            return StackedRows(pool.view(len(pool), -1), labels, at, counts, names)
 
     def _fetch(self, row: Tensor, step: int) -> Batch:
         if self.mapped:

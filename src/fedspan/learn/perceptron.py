@@ -103,7 +103,7 @@ def _is_flatten(node: torch.fx.Node, kind: nn.Module | None) -> bool:
     return called and node.args[1:] == (1,) and not node.kwargs
 
 
-class ClientRows(NamedTuple):
+class StackedRows(NamedTuple):
     """The minibatches of all clients, without vmap's wrappers."""
 
     pool: Tensor
@@ -176,7 +176,7 @@ def descend(
     net: Perceptron,
     params: Mapping[str, tuple[Tensor, bool]],
     fixed: Mapping[str, tuple[Tensor, bool]],
-    rows: ClientRows,
+    rows: StackedRows,
     lr: float,
     pulls: Mapping[str, Pull | None],
 ) -> dict[str, Tensor]:

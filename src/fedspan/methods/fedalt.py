@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Batches, Epochs
+from fedspan.learn.frozen_body import FrozenBody
 from fedspan.learn.server_optimizer import ServerOptimizer
 from fedspan.learn.sgd import Loss
 from fedspan.learn.task import LossBeside, Task
@@ -103,6 +104,9 @@ class FedAlt(Sharing):
 
     def _fit_v(self, task: Task, u: Params, h: Params, stream: Batches) -> Params:
         stream = stream if self.v_steps is None else stream.first(self.v_steps)
+        if not self.l2:
+            fixed = FrozenBody(task, u, h, stream)
+            return self.fit(fixed.loss, h, fixed.batches)
         loss = regularised(self, task)
         return self.fit(lambda h, b: loss(u | h, b), h, stream)
 
