@@ -1102,7 +1102,8 @@ def profile_tables(kept: Mapping[str, Any]) -> list[str]:
           are filled up to a multiple of eight, so that there are few shapes.
         * **Passes beside the products.** Ditto reads a private model for every participant and writes another; with a
           thousand clients each is used for one or two steps, so that private rows and passes over weights take a
-          third to a half of what the products take. Sums of uploads and the test that they are finite read every weight once more.
+          third to a half of what the products take. Sums of uploads and the test that they are finite read every
+          weight once more.
         * **Python.** A step of a folded perceptron is some thirty calls; a chunk of clients has a cost of its own
           (streams, keys, checks, `vmap`), which is what small visits of a thousand clients show. FedRep takes ten times
           as many steps on its small head, on features that are computed once.
