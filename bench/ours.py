@@ -31,8 +31,12 @@ EMPTY: Mapping[str, Any] = {}
 def simulation(
     w: Workload, row: str, data: FederatedData, rounds: int, options: Mapping[str, Any] = EMPTY, **settings: Any
 ) -> Simulation:
-    """The run of a row: 10 % of the clients in a round, evaluated once, at the end; `options` are the model's."""
+    """The run of a row: 10 % of the clients in a round, evaluated once, at the end; `options` are the model's.
+
+    Of the settings `fields` are more fields of the method.
+    """
     name, fields, _ = METHODS[row]
+    fields = fields | settings.pop("fields", {})
     task = Task(lambda: build(w.model, tuple(data.x.shape[1:]), CLASSES, **options), seed=SEED)
     out = settings.pop("out", None)
     chosen = Settings(participation=PARTICIPATION, batch_size=w.batch, evaluate_every=10**9, **settings)

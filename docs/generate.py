@@ -1184,6 +1184,61 @@ def _yes(held: bool) -> str:
     return "yes" if held else "no"
 
 
+def profile_page() -> str:
+    """Where the time of a round goes, from what `python -m bench.profile` kept in docs/speed-profile.json."""
+    intro = """\
+        What a round of the perceptron's workloads consists of, and what stands between it and the limits of the CPU.
+        The workloads and the plain loop are those of [Speed](speed.md).
+
+        <!-- not run: minutes, and the machine should do nothing else -->
+        ```console
+        $ python -m bench.profile                        # all rows; writes docs/speed-profile.json
+        $ python -m bench.profile mlp-100-b32 fedavg     # one of them
+        ```
+
+        One process computes all chunks of a round, as one worker does; times are CPU time. Rounds as they are, rounds
+        under Python's profiler and the plain loop take turns. Calls into torch are read off the profiler, which hardly
+        slows them down; Python is what is left of the round as it is. The ratio is of examples per second of this one
+        thread to the plain loop's; what two workers reach together stands in [Speed](speed.md)."""
+    text = textwrap.dedent(intro).splitlines()
+    path = DOCS / "speed-profile.json"
+    return page("Where the time goes", text, profile_tables(json.loads(path.read_text(encoding="utf-8"))))
+
+
+def profile_tables(kept: Mapping[str, Any]) -> list[str]:
+    """The profiles of all rows, and what they mean."""
+    on, found = kept["machine"], kept["profiles"]
+    kinds = list(found[0]["parts"])
+    lines = ["## Milliseconds of a round", "", f"On {on['cpu']}, torch {on.get('torch')}, medians of {kept['rounds']}."]
+    cells = [
+        [r["workload"], r["row"], f"{r['ms']:.0f}", *(f"{r['parts'][k]:.1f}" for k in kinds), f"{r['ratio']:.2f}"]
+        for r in found
+    ]
+    lines += ["", *table(["workload", "row", "all", *kinds, "ratio, one thread"], cells), ""]
+    limits = ", ".join(f"{name} {value:,.0f}" for name, value in kept["limits"].items())
+    meaning = f"""\
+        ## What stands in the way
+
+        * **The products themselves.** MKL's products, which the batched-GEMM limit is made of, reached in the same run
+          on one thread (examples/s): {limits}. On this CPU MKL uses half the width of its registers; products that are
+          large enough go to oneDNN instead, which uses all of it. It is about twice as quick at 256 rows, and little
+          quicker at 32, where it takes a weight apart for few rows.
+        * **Small minibatches.** With 32 rows a step reads and writes 0.8 MB of weights for 28 million operations. The
+          weights of several clients do not fit a core's own cache: each pass over them goes through the shared one.
+        * **Shapes.** oneDNN prepares a product of every new shape, which takes longer than the product. A client's rows
+          are filled up to a multiple of eight, so that there are few shapes.
+        * **Passes beside the products.** Ditto reads a private model for every participant and writes another; with a
+          thousand clients each is used for one or two steps, so that private rows and passes over weights take a
+          third to a half of what the products take. Sums of uploads and the test that they are finite read every
+          weight once more.
+        * **Python.** A step of a folded perceptron is some thirty calls; a chunk of clients has a cost of its own
+          (streams, keys, checks, `vmap`), which is what small visits of a thousand clients show. FedRep takes ten times
+          as many steps on its small head, on features that are computed once.
+        * **Two workers** share the memory's bandwidth and the last cache. Chunks hold about equally many examples, so
+          that neither waits long for the other."""
+    return lines + textwrap.dedent(meaning).splitlines()
+
+
 def python_page() -> str:
     """The public names of the package: `fedspan.__all__`."""
     import fedspan
@@ -1270,6 +1325,7 @@ def pages() -> Mapping[Path, str]:
         DOCS / "explanation" / "diagnose.md": diagnose_page(),
         DOCS / "explanation" / "speed.md": speed_page(),
         DOCS / "how-to" / "cluster.md": cluster_page(),
+        DOCS / "explanation" / "speed-profile.md": profile_page(),
     }
 
 

@@ -32,6 +32,10 @@ class Divergence(FedspanError):
     """Training left the numbers a computer can hold, or is about to."""
 
 
+class OutOfMemory(FedspanError):
+    """Memory ran out while clients were computed."""
+
+
 class Refused(FedspanError):
     """An upload that does not keep to its method's declaration."""
 

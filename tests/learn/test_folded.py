@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -152,6 +152,24 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_kept() -> Iterator[None]:
+    """Layouts that a test has spoilt must not be met by the next one."""
+    yield
+    folded._packed_clients.cache_clear()
+
+
+@pytest.fixture
+def by_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perceptrons are differentiated like other models, and their steps not written out."""
+    monkeypatch.setattr(Task, "perceptron", None)
+
+
+@pytest.mark.parametrize("name", ["plain", "near"])
+def test_plain_sgd_of_a_perceptron_by_its_graph(name: str, layout: str, by_graph: None) -> None:
+    assert_close(*both_ways("mlp", lambda task, p, b: sgd(LOSSES[name](task), p, b, 0.2)))
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{k}-{n}" for k, n in CASES])
 def test_plain_sgd(kind: str, name: str, layout: str) -> None:
     together, alone = both_ways(kind, lambda task, p, b: sgd(LOSSES[name](task), p, b, 0.2))
@@ -187,7 +205,7 @@ def test_rows_of_other_clients_are_caught(part: str, monkeypatch: pytest.MonkeyP
         assert_close(*both_ways("normed" if part == "client" else "scaled", lambda t, p, b: sgd(t.loss, p, b, 0.2)))
 
 
-def test_a_pull_on_clients_without_examples_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_on_clients_without_examples_is_caught(monkeypatch: pytest.MonkeyPatch, by_graph: None) -> None:
     monkeypatch.setattr(folded.FoldedRows, "live", lambda rows, dtype: torch.ones(len(rows.counts), dtype=dtype))
     monkeypatch.setattr(folded, "_mark_steps", lambda *_: set())
     with pytest.raises(AssertionError):
@@ -225,7 +243,9 @@ def test_features_and_predictions() -> None:
     assert_close(*both_ways("mlp", seen))
 
 
-def test_linear_layers_step_in_their_product_where_nothing_else_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_step_in_their_product_where_nothing_else_reads_them(
+    monkeypatch: pytest.MonkeyPatch, by_graph: None
+) -> None:
     marked: list[int] = []
     mark = folded._mark_steps
 

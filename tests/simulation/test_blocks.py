@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from fedspan.method.fields import build
 from fedspan.methods import FedAvg, FedRep, PflMf, name_of
 from fedspan.randomness import fold, generator, key, normal, number, torch_seed, uniform
 from fedspan.simulation import evaluation
-from fedspan.simulation.engine import choose_mapping, chunk_size
+from fedspan.simulation.engine import choose_mapping, chunk_cuts, chunk_size
 from fedspan.simulation.identity import of_settings
 from fedspan.simulation.settings import Settings, dropped, sample
 from fedspan.simulation.simulator import Simulation
@@ -265,6 +266,20 @@ def test_mapping_and_chunks_follow_a_rule() -> None:
             assert 1 <= size <= participants and -(-participants // size) <= max(16, participants // 8)
     assert chunk_size("folded", 100, 200_000, None) == 12 and chunk_size("folded", 10, 200_000, None) == 5
     assert chunk_size("vmap", 100, 4_000_000, None) == chunk_size("vmap", 100, 10**9, None) == 1
+
+
+def test_chunks_have_equally_much_to_do() -> None:
+    loads = [863, 825, 570, 505, 504, 333, 321, 307, 227, 122]
+    assert chunk_cuts("folded", loads, 200_000, None) == [0, 3]
+    assert chunk_cuts("folded", loads, 200_000, 4) == [0, 4, 8]
+    for mapping in ("folded", "vmap", "loop"):
+        for many in (1, 2, 10, 100):
+            some = sorted((7 * k % 101 for k in range(many)), reverse=True)
+            cuts = [*chunk_cuts(mapping, some, 200_000, None), many]
+            size = chunk_size(mapping, many, 200_000, None)
+            assert cuts[0] == 0 and cuts == sorted(set(cuts)) and len(cuts) - 1 <= -(-many // size)
+            alike = [sum(some[k : k + size]) for k in range(0, many, size)]
+            assert max(sum(some[a:b]) for a, b in pairwise(cuts)) <= max(alike)
 
 
 # ------------------------------------------------------------------------------------------------ who takes part

@@ -37,6 +37,11 @@ def test_counted_gradients_are_those_of_the_formula(row: str, formula: object) -
     assert count(TINY, row, ROUNDS) == int(formula(sizes_of_the_timed_rounds(TINY)).sum())  # type: ignore[operator]
 
 
+def test_what_the_safeguard_repeats_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.ours.LR", 3.0)  # so that some phases overshoot
+    assert count(TINY, "fedavg", ROUNDS) == int(sizes_of_the_timed_rounds(TINY).sum())
+
+
 def test_every_row_names_a_method() -> None:
     from fedspan.methods import make
 

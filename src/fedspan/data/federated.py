@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +73,10 @@ class FederatedData:
     @property
     def sizes(self) -> Index:
         """Number of training examples of each client."""
+        return self._sizes.copy()
+
+    @cached_property
+    def _sizes(self) -> Index:
         return np.array([len(i) for i in self.train], np.int64)
 
     def labels(self, client: int, part: str = "train") -> Tensor:

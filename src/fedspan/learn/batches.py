@@ -19,6 +19,7 @@ from torch import Tensor
 from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.folded import FoldedRows, is_folding, is_mapped, mapped_by_hand, stacked, unwrapped, wrapped
+from fedspan.learn.perceptron import StackedRows
 from fedspan.randomness import fold, generator
 from fedspan.tree import Inputs
 
@@ -179,17 +180,38 @@ class Batches:
 
     def _fetch_folded(self, rows: Tensor) -> Iterator[Batch]:
         """Minibatches [K, B] of all clients at once, without vmap: one selection of rows for each."""
-        (slots, _), (pool, own), (labels, _) = unwrapped(rows), unwrapped(self.x), unwrapped(self.y)
-        with mapped_by_hand():
-            counts = (slots >= 0).sum(2).T.tolist()
-            at = slots.clamp_min(0).transpose(0, 1).contiguous()
-            if own:  # every client has examples of its own, features say
-                at += pool.shape[1] * torch.arange(len(slots), device=at.device)[:, None]
-                pool, labels = pool.flatten(0, 1), labels.flatten(0, 1)
+        pool, labels, at, counts = self._places(rows)
         for k, row in enumerate(rows.unbind(0)):
             with mapped_by_hand():
                 x, y = (a.index_select(0, at[k].view(-1)).view(*at[k].shape, *a.shape[1:]) for a in (pool, labels))
             yield self._batch(wrapped(x), wrapped(y), row, k, counts[k])
+
+    def _places(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, ...]]]:
+        """Inputs, labels, where in them the examples of minibatches [K, B] are, [K, C, B], and how many of each."""
+        (slots, _), (pool, own), (labels, _) = unwrapped(rows), unwrapped(self.x), unwrapped(self.y)
+        with mapped_by_hand():
+            counts = [tuple(row) for row in (slots >= 0).sum(2).T.tolist()]
+            at = slots.clamp_min(0).transpose(0, 1).contiguous()
+            if own:  # every client has examples of its own, features say
+                at += pool.shape[1] * torch.arange(len(slots), device=at.device)[:, None]
+                pool, labels = pool.flatten(0, 1), labels.flatten(0, 1)
+        return pool, labels, at, counts
+
+    def of_clients(self, flat: bool) -> StackedRows | None:
+        """Minibatches of all folded clients for classifiers of vectors; None where inputs or labels are not such.
+
+        Args:
+            flat: whether inputs of any shape are taken as vectors.
+        """
+        if not self._foldable or self.transform is not None:
+            return None
+        pool, labels, at, counts = self._places(self.rows)
+        names, own = (None, True) if self.relabel is None else unwrapped(self.relabel)
+        vectors = pool.is_contiguous() and pool.is_floating_point() and (flat or pool.ndim == 2)
+        if not own or not vectors or labels.ndim != 1 or labels.dtype != torch.int64:
+            return None
+        with mapped_by_hand():
+            return StackedRows(pool.view(len(pool), -1), labels, at, counts, names)
 
     def _fetch(self, row: Tensor, step: int) -> Batch:
         if self.mapped:

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,8 +34,14 @@ from fedspan.learn.products import affine, linear, product, subtract_product, ti
 
 _FOLDING: ContextVar[bool] = ContextVar("folding", default=False)
 
-_CALL = 100_000
-"""Multiplications that take as long as asking for one more product."""
+_CALL = 400_000
+"""Multiplications of a forward pass that take as long as asking for the products of one more layer."""
+
+ROUND = 8
+"""Rows of a client in a large model are filled up to a multiple of this."""
+
+SMALL = 20_000
+"""Up to so many parameters products have nothing to prepare, and rows are exactly the examples."""
 
 
 @contextmanager
@@ -119,9 +125,17 @@ class ClientRun(NamedTuple):
 class PackedClients:
     """How the examples of all clients lie in one batch: client after client, as many rows for each as `counts` says."""
 
-    def __init__(self, counts: Sequence[int], width: int, packed: bool, device: torch.device = HOST) -> None:
+    def __init__(
+        self,
+        counts: Sequence[int],
+        width: int,
+        packed: bool,
+        device: torch.device = HOST,
+        filled: Sequence[int] | None = None,
+    ) -> None:
         self.counts, self.width, self.packed, self.device = counts, width, packed, device
         self.clients, self.rows = len(counts), sum(counts)
+        self.filled = counts if filled is None else filled  # rows of each client that hold an example
 
     @cached_property
     def segments(self) -> list[ClientRun]:
@@ -144,6 +158,12 @@ class PackedClients:
         return found
 
     @cached_property
+    def _within(self) -> Tensor:
+        """The place of each row among its client's."""
+        first: Tensor = to_device(torch.tensor([0, *self.counts[:-1]]).cumsum(0), self.device)
+        return torch.arange(self.rows, device=self.device) - first.index_select(0, self.client)
+
+    @cached_property
     def _slots(self) -> Tensor:
         """For each row its slot among [clients × width]."""
         within = torch.arange(self.width).repeat(self.clients).view(self.clients, -1)
@@ -156,6 +176,20 @@ class PackedClients:
         """For each slot its row; one without an example has the first, so that what is computed there is finite."""
         nowhere = torch.zeros(self.clients * self.width, dtype=torch.int64, device=self.device)
         return nowhere.index_copy(0, self._slots, torch.arange(self.rows, device=self.device))
+
+    def shares(self, dtype: torch.dtype) -> Tensor:
+        """[rows, 1], the share of each row in the mean over its client's examples; 0 for one that is empty."""
+        if dtype not in self._shares:
+            filled: Tensor = to_device(torch.tensor(self.filled), self.device)
+            share = filled.clamp_min(1).to(torch.float64).reciprocal().index_select(0, self.client)
+            if self.filled is not self.counts:
+                share *= self._within < filled.index_select(0, self.client)
+            self._shares[dtype] = share.to(dtype)[:, None]
+        return self._shares[dtype]
+
+    @cached_property
+    def _shares(self) -> dict[torch.dtype, Tensor]:
+        return {}
 
     def sums(self, t: Tensor, per: int) -> Tensor:
         """Sum over each client's part of a tensor that has `per` entries for each row, [clients, …]."""
@@ -179,14 +213,39 @@ class PackedClients:
         return found if not missing else torch.cat([found, found[:1].detach().expand(missing, *found.shape[1:])])
 
 
+def packed_clients(
+    counts: Sequence[int], width: int, parameters: int, layers: int, device: torch.device = HOST
+) -> PackedClients:
+    """How rows lie: with all empty slots, with few or with none, whatever costs a model of this size least.
+
+    A client without an example has no row, so that nothing of it moves. Large models keep a number of rows that is a
+    multiple of `ROUND`: products of every other shape would have to be prepared, which takes longer than some rows.
+    """
+    return _packed_clients(tuple(counts), width, parameters, layers, _CALL, device)
+
+
+@lru_cache(maxsize=64)
+def _packed_clients(
+    counts: tuple[int, ...], width: int, parameters: int, layers: int, call: int, device: torch.device
+) -> PackedClients:
+    """`packed_clients`; steps of a visit mostly have equally many examples, and what is known of one is kept."""
+    left = max((c + 1 for c, n in enumerate(counts) if n), default=1)
+    full = PackedClients([width] * left + [0] * (len(counts) - left), width, False, device, counts)
+    if min(counts[:left]) == width or not any(counts):
+        return full
+    ways = [full] if all(counts[:left]) else []
+    ways.append(PackedClients([min(width, -(-n // ROUND) * ROUND) for n in counts], width, True, device, counts))
+    if parameters <= SMALL:
+        ways.append(PackedClients(counts, width, True, device))
+    return min(ways, key=lambda way: way.rows * parameters + len(way.segments) * layers * call)
+
+
 class FoldedRows:
     """One minibatch of all clients, `x` and `y` as a function of one client has them, and how full each client's is."""
 
     def __init__(self, x: Tensor, y: Tensor, counts: Sequence[int]) -> None:
         self.x, self.y, self.counts = x, y, counts
         self.width, self.device = x.shape[0], x.device
-        left = max((c + 1 for c, n in enumerate(counts) if n), default=1)
-        self._full = PackedClients([self.width] * left + [0] * (len(counts) - left), self.width, False, x.device)
 
     @property
     def all_live(self) -> bool:
@@ -198,22 +257,8 @@ class FoldedRows:
         return self._numbers([float(n > 0) for n in self.counts], dtype)
 
     def layout(self, parameters: int, layers: int) -> PackedClients:
-        """With empty slots, or without them where a model is so large that more products cost less than empty rows.
-
-        A client without an example has no row, so that nothing of it moves.
-        """
-        packed, full = self._packed, self._full
-        more = (len(packed.segments) - 1) * layers * _CALL
-        idle = any(n == 0 < m for n, m in zip(self.counts, full.counts))
-        return packed if packed.rows and (idle or (full.rows - packed.rows) * parameters > more) else full
-
-    @cached_property
-    def _packed(self) -> PackedClients:
-        return PackedClients(self.counts, self.width, True, self.device)
-
-    @cached_property
-    def _shares(self) -> Tensor:
-        return torch.tensor([1.0 / max(1, n) for n in self.counts], dtype=torch.float64)
+        """How its rows are given to a model of so many parameters in so many layers."""
+        return packed_clients(self.counts, self.width, parameters, layers, self.device)
 
     def _numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """A number for each client, where the examples lie."""
@@ -224,13 +269,10 @@ class FoldedRows:
         """Mean over each client's examples of values of the rows of a layout; 0 where there is none."""
         if min(self.counts) == self.width:
             return values.view(-1, self.width).mean(1)
-        client = layout.client
-        share: Tensor = to_device(self._shares.to(values.dtype), self.device)
-        if not layout.packed:
-            at = torch.arange(layout.rows, device=self.device) % self.width
-            counts = self._numbers(self.counts, torch.int64)
-            values = torch.where(at < counts.index_select(0, client), values, 0.0)
-        return values.new_zeros(layout.clients).index_add(0, client, values) * share
+        share = layout.shares(values.dtype)[:, 0]
+        if layout.filled is not layout.counts:
+            values = torch.where(share > 0, values, 0.0)
+        return values.new_zeros(layout.clients).index_add(0, layout.client, values * share)
 
 
 # ---------------------------------------------------------------------------------------------------- layers

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from fedspan.learn.batches import Batch, Batches, pad, rows_of
 from fedspan.learn.folded import mapped_by_hand, unwrapped, wrapped
-from fedspan.learn.task import Task
+from fedspan.learn.task import LossBeside, Task
 from fedspan.tree import Params
 
 
 class FrozenBody:
     """A body that stays as it is while a head is trained on a stream of minibatches.
 
-    `batches` are the stream's minibatches and `loss` the task's loss of a head on one of them. Where the body does the
-    same to an example in every epoch, minibatches hold its features in the place of inputs; with dropout, batch
-    normalisation, transforms of the inputs, or a head that is not the end of the model, they are those of the stream.
+    `batches` are the stream's minibatches and `loss` the task's mean loss of a head on one of them, 0 for an empty one.
+    Where the body does the same to an example in every epoch, minibatches hold its features in the place of inputs;
+    with dropout, batch normalisation, transforms of the inputs, or a head that is not the end of the model, they are
+    those of the stream.
 
     Args:
         body: the parameters that stay as they are.
@@ -29,19 +30,14 @@ class FrozenBody:
 
     def __init__(self, task: Task, body: Params, trained: Iterable[str], stream: Iterable[Batch]) -> None:
         self._task, self._body = task, body
-        self._head: Task | None = None
+        self.loss = LossBeside(task, body)
         self.batches: Iterable[Batch] = stream
         if isinstance(stream, Batches) and stream.transform is None and set(trained) == set(task.head):
             found = _distinct(stream)
-            self._head = None if found is None else task.head_alone(stream.x, stream.mapped)
-            if found is not None and self._head is not None:
+            head = None if found is None else task.head_alone(stream.x, stream.mapped)
+            if found is not None and head is not None:
                 self.batches = self._with_features(stream, *found)
-
-    def loss(self, head: Params, batch: Batch) -> Tensor:
-        """Mean loss over the examples of one of `batches`; 0 for an empty one."""
-        if self._head is None:
-            return self._task.loss(self._body | head, batch)
-        return self._head.loss(self._task.of_head(head), batch)
+                self.loss = LossBeside(head, prefix=f"{task.head_layer}.")
 
     def _with_features(self, stream: Batches, own: Tensor, places: Tensor) -> Batches:
         """The stream over a client's features: each of its examples passes through the body once."""

@@ -98,7 +98,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def less_product(c: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
-    """out = c − scale · a b, of matrices."""
+    """out = c − scale · a b, of matrices or of stacks of them."""
+    if a.ndim == 3:
+        if a.shape[2] < DEEP or not _large(a, b.shape[2]):
+            return torch.baddbmm(c, a, b, alpha=-scale, out=out)
+        for parts in zip(c.unbind(0), a.unbind(0), b.unbind(0), out.unbind(0)):
+            less_product(*parts[:3], scale, out=parts[3])
+        return out
     if a.shape[1] < DEEP or not _large(a, b.shape[1]):
         return torch.addmm(c, a, b, alpha=-scale, out=out)
     assert _LINEAR is not None
@@ -107,11 +113,4 @@ def less_product(c: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> 
 
 def subtract_product(c: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """c −= scale · a b, of matrices or of stacks of them."""
-    if a.ndim == 3:
-        if a.shape[2] >= DEEP and _large(a, b.shape[2]):
-            for parts in zip(c.unbind(0), a.unbind(0), b.unbind(0)):
-                subtract_product(*parts, scale)
-        else:
-            c.baddbmm_(a, b, alpha=-scale)
-    else:
-        less_product(c, a, b, scale, out=c)
+    less_product(c, a, b, scale, out=c)

@@ -11,8 +11,10 @@ from torch.func import grad, grad_and_value
 
 from fedspan import tree
 from fedspan.learn.batches import Batch, Batches
-from fedspan.learn.folded import Leaves, Pull, is_folding, mapped_by_hand, unwrapped
-from fedspan.learn.task import Task
+from fedspan.learn.folded import Leaves, Pull, is_folding, mapped_by_hand, unwrapped, wrapped
+from fedspan.learn.perceptron import descend
+from fedspan.learn.precision import is_bf16
+from fedspan.learn.task import LossBeside, Task
 from fedspan.tree import Params, Tree
 
 Loss: TypeAlias = Callable[[Any, Batch], Tensor]
@@ -112,8 +114,8 @@ def sgd(
     With `clip`, gradients of all parameters together are cut to that norm before anything else is done to them.
     """
     simple = not momentum and not weight_decay and clip is None
-    if isinstance(batches, Batches) and not batches.mapped and simple and not prox:
-        result = _fused(loss, params, batches, lr)
+    if isinstance(batches, Batches) and simple and not prox:
+        result = (_written_out if batches.mapped else _fused)(loss, params, batches, lr)
         if result is not None:
             return result
 
@@ -213,6 +215,28 @@ def _fused(loss: Loss, params: Tree, batches: Batches, lr: float) -> Tree | None
             return None
         fresh = False
     return new
+
+
+def _written_out(loss: Loss, params: Tree, batches: Batches, lr: float) -> Tree | None:
+    """Plain SGD of a perceptron for all folded clients at once; None where that does not apply."""
+    near, inner = (loss, loss.loss) if isinstance(loss, Near) else (None, loss)
+    task = getattr(inner, "__self__", None)
+    if isinstance(task, Task) and getattr(inner, "__func__", None) is Task.loss:
+        inner = LossBeside(task)
+    if not isinstance(inner, LossBeside) or not is_folding() or is_bf16() or (net := inner.task.perceptron) is None:
+        return None
+    moved = inner.named(params)
+    others = {k: v for k, v in inner.fixed.items() if k not in moved}
+    if not moved or not moved.keys() <= set(net.names) <= moved.keys() | others.keys():
+        return None
+    rows = batches.of_clients(net.flat)
+    if rows is None:
+        return None
+    pulls = {} if near is None else dict(zip(moved, near.pulls(params)))
+    given, fixed = ({k: unwrapped(p) for k, p in part.items()} for part in (moved, tree.select(others, net.names)))
+    with mapped_by_hand(), torch.no_grad():
+        found = descend(net, given, fixed, rows, lr, pulls)
+    return {k: wrapped(t) for k, t in zip(params, found.values())}
 
 
 def is_statistic(path: str) -> bool:

@@ -39,10 +39,11 @@ from fedspan.learn.losses import (
     takes_mask,
     token_loss,
 )
+from fedspan.learn.perceptron import Perceptron, perceptron_of
 from fedspan.learn.precision import autocast, is_bf16
 from fedspan.learn.products import product
 from fedspan.randomness import fold, torch_seed, uniform
-from fedspan.tree import Inputs, Params, Tree
+from fedspan.tree import EMPTY, Inputs, Params, Tree
 
 _LOOP_ONLY: dict[type[nn.Module], str] = {
     nn.modules.batchnorm._NormBase: "use GroupNorm",
@@ -156,6 +157,7 @@ class Task:
         self._fused_layers: int | None = sum(k.endswith("weight") for k in (self._fused[2] if self._fused else ()))
         self._with_clients: dict[bool, Folded | None] = {}
         self._head_task: tuple[Task | None] | None = None
+        self._perceptron: tuple[Perceptron | None] | None = None
         self.layout = Layout(self.module)
 
     # ---------------------------------------------------------------- devices
@@ -317,6 +319,14 @@ class Task:
     def output(self, params: Params, batch: Batch) -> Tensor:
         """Outputs in training mode."""
         return self._call(self.module, params, batch.x, batch.key if self._dropouts else None)
+
+    @property
+    def perceptron(self) -> Perceptron | None:
+        """The layers of a classifying perceptron, whose steps can be written out; None of any other task."""
+        if self._perceptron is None:
+            written = self.responds and not self.stats and not self._dropouts
+            self._perceptron = (perceptron_of(self.module) if written else None,)
+        return self._perceptron[0]
 
     def sgd_step(self, params: Params, batch: Batch, lr: float, fresh: bool) -> Params | None:
         """One plain SGD step on the loss with the step of linear layers fused into their backward pass.
@@ -698,6 +708,24 @@ def _copied(module: nn.Module, device: torch.device, there: dict[tuple[int, torc
                     same[id(t)] = t, nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
                 held[name] = same[id(t)][1]
     return module
+
+
+class LossBeside:
+    """A task's loss as a function of some of its parameters, beside others that stay as they are.
+
+    Args:
+        prefix: what the names of the parameters that are trained have before those of the task.
+    """
+
+    def __init__(self, task: Task, fixed: Params = EMPTY, prefix: str = "") -> None:
+        self.task, self.fixed, self.prefix = task, fixed, prefix
+
+    def __call__(self, params: Params, batch: Batch) -> Tensor:
+        return self.task.loss(self.fixed | self.named(params), batch)
+
+    def named(self, params: Params) -> Params:
+        """Parameters by the task's names."""
+        return {k.removeprefix(self.prefix): v for k, v in params.items()} if self.prefix else params
 
 
 def _all_of(y: Tensor) -> Tensor:

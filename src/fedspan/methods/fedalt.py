@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.batches import Amount, Batch, Batches, Epochs
+from fedspan.learn.frozen_body import FrozenBody
 from fedspan.learn.server_optimizer import ServerOptimizer
 from fedspan.learn.sgd import Loss
-from fedspan.learn.task import Task
+from fedspan.learn.task import LossBeside, Task
 from fedspan.method import About, ClientInfo, Discloses, Sent, Sharing, Visit, named_layers
 from fedspan.method.fields import Count, NonNegative
 from fedspan.tree import Params, Tree
@@ -98,11 +99,14 @@ class FedAlt(Sharing):
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         u = down["theta"]
         h = self._fit_v(task, u, client["h"] or self.split(task, task.init())[1], visit["v"])
-        u = self.fit(lambda u, b: task.loss(u | h, b), u, visit["u"])
+        u = self.fit(LossBeside(task, h), u, visit["u"])
         return {"h": h if self.stateful else {}}, Sent(weight=self.weigh(visit), mean={"theta": u})
 
     def _fit_v(self, task: Task, u: Params, h: Params, stream: Batches) -> Params:
         stream = stream if self.v_steps is None else stream.first(self.v_steps)
+        if not self.l2:
+            fixed = FrozenBody(task, u, h, stream)
+            return self.fit(fixed.loss, h, fixed.batches)
         loss = regularised(self, task)
         return self.fit(lambda h, b: loss(u | h, b), h, stream)
 

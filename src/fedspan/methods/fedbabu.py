@@ -9,7 +9,7 @@ from typing import Literal
 from fedspan import tree
 from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.frozen_body import FrozenBody
-from fedspan.learn.task import Task
+from fedspan.learn.task import LossBeside, Task
 from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count
 from fedspan.tree import Params, Tree
@@ -45,7 +45,7 @@ class FedBabu(Sharing):
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         head, own = self._parts(task, client)
-        body = self.fit(lambda p, b: task.loss(p | head, b), down["theta"] | own, visit["train"])
+        body = self.fit(LossBeside(task, head), down["theta"] | own, visit["train"])
         theta, h = self.split(task, body)
         return {"h": head | h}, Sent(weight=self.weigh(visit), mean={"theta": theta})
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from fedspan.learn.batches import Amount, Epochs
 from fedspan.learn.frozen_body import FrozenBody
-from fedspan.learn.task import Task
+from fedspan.learn.task import LossBeside, Task
 from fedspan.method import About, Discloses, Sent, Sharing, Visit
 from fedspan.method.fields import Count
 from fedspan.tree import Tree
@@ -42,5 +42,5 @@ class FedRep(Sharing):
         phi, h = down["theta"], client["h"]
         fixed = FrozenBody(task, phi, h, visit["head"])
         h = self.fit(fixed.loss, h, fixed.batches)  # h_i ← GRD(f_i(h, φ^t), h), lines 7-9
-        phi = self.fit(lambda phi, b: task.loss(phi | h, b), phi, visit["body"])  # φ_i ← GRD(f_i(h_i, φ), φ), line 10
+        phi = self.fit(LossBeside(task, h), phi, visit["body"])  # φ_i ← GRD(f_i(h_i, φ), φ), line 10
         return {"h": h}, Sent(weight=self.weigh(visit), mean={"theta": phi})

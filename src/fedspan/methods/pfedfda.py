@@ -15,7 +15,7 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import All, Amount, Batches, Epochs
 from fedspan.learn.class_features import class_matrix, members
-from fedspan.learn.task import Task
+from fedspan.learn.task import LossBeside, Task
 from fedspan.linalg import subspace
 from fedspan.method import (
     About,
@@ -103,7 +103,7 @@ class PFedFda(Sharing, Estimates):
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         common, prior = self._common(down), self._prior(down["mu"], visit["all"])
         head = self._head(task, common, prior)
-        both = self.fit(lambda p, b: task.loss(p | head, b), down["theta"] | client["stats"], visit["train"])
+        both = self.fit(LossBeside(task, head), down["theta"] | client["stats"], visit["train"])
         theta, stats = tree.without(both, task.stats), tree.select(both, task.stats)
         mine, beta = self._adapt(task, both | head, visit["all"], common, prior)
         sent = {"theta": theta, "mu": mine.mu, "S": subspace.triangle(mine.S)}

@@ -514,14 +514,14 @@ class Engine:
         x, y, relabel = self.pool
         relabel, (rows, own) = None if relabel is None else relabel[self.ids(ids)], tree.aligned((rows, own))
 
-        def mapped(client: Tree, mine: Tree, at: dict[str, Tensor], k: Tensor, n: Tensor, names: Tensor | None) -> Any:
-            batches = {s: Batches(x, y, r, k, names, True, self._transform(s, plan)) for s, r in at.items()}
+        def mapped(client: Tree, mine: Tree, at: dict[str, Tensor], k: Tensor, n: Tensor, *names: Tensor) -> Any:
+            called = names[0] if names else None
+            batches = {s: Batches(x, y, r, k, called, True, self._transform(s, plan)) for s, r in at.items()}
             held = batches.pop("", None)
             return one(client, mine, Visit(t, k, n, self.data.clients, batches, common, capacity), held)
 
-        dims = (0, 0, 0, 0, 0, None if relabel is None else 0)
         with folding() if self.mapping == "folded" else nullcontext(), training_in(self.precision):
-            found = vmap(mapped, in_dims=dims)(rows, own, index, keys, sizes, relabel)
+            found = _map_clients(mapped, (rows, own, index, keys, sizes, *(() if relabel is None else (relabel,))))
         return found if finish is None else tree.stack([finish(tree.take(found, k), i) for k, i in enumerate(ids)])
 
     def _visit(
@@ -564,6 +564,20 @@ class Engine:
         if part is not None:  # the held-out part travels as a stream without a name
             streams[""] = rows_of(getattr(self.data, part)[client], width)
         return streams
+
+
+def _map_clients(one: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """`vmap` of a function over the leaves of trees; it is handed lists, as it takes long to walk trees itself."""
+    form: list[Any] = []
+
+    def flat(*leaves: Tensor) -> list[Tensor]:
+        each = iter(leaves)
+        found = one(*tree.map(lambda _: next(each), given))
+        form.append(tree.map(lambda _: None, found))
+        return tree.leaves(found)
+
+    results = iter(vmap(flat)(*tree.leaves(given)))
+    return tree.map(lambda _: next(results), form[0])
 
 
 def choose_mapping(task: Task, mode: str, steps: float) -> Way:
@@ -646,6 +660,37 @@ def _first_sentence(text: str) -> str:
     return line if len(line) <= 160 else line[:157] + "..."
 
 
+def chunk_cuts(
+    mapping: str, loads: Sequence[int], parameters: int, chunk: int | None, accelerators: int = 0
+) -> list[int]:
+    """Where the chunks of clients begin that have so much to do each: of equally many if the configuration says so.
+
+    Otherwise there are as many chunks as `chunk_size` makes, and none has much more to do than the others: clients come
+    with the largest load first, and chunks of equally many would leave most of a round to the first of them.
+    """
+    clients = len(loads)
+    if chunk is not None:
+        return list(range(0, clients, chunk))
+    number = -(-clients // chunk_size(mapping, clients, parameters, None, accelerators))
+    size = clients if mapping == "loop" else at_once(mapping, parameters, accelerators)
+    low, high = max(-(-sum(loads) // number), max(loads, default=0)), sum(loads)
+    while low < high:  # the smallest bound on a chunk's load with which so many chunks are enough
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(loads, size, middle)) <= number else (middle + 1, high)
+    return _filled(loads, size, low)
+
+
+def _filled(loads: Sequence[int], size: int, most: int) -> list[int]:
+    """Where chunks begin that take clients as long as they are at most `size`, with a load of at most `most`."""
+    cuts, held = [0], 0
+    for k, load in enumerate(loads):
+        if k > cuts[-1] and (held + load > most or k - cuts[-1] >= size):
+            cuts.append(k)
+            held = 0
+        held += load
+    return cuts
+
+
 def chunk_size(mapping: str, participants: int, parameters: int, chunk: int | None, accelerators: int = 0) -> int:
     """Clients per chunk: from the configuration, or a rule on the round's size and the model's; never on the machine.
 
@@ -661,7 +706,12 @@ def chunk_size(mapping: str, participants: int, parameters: int, chunk: int | No
     if mapping == "loop":
         return max(1, -(-participants // 16))
     if accelerators:
-        return max(1, min(-(-participants // accelerators), AT_ONCE_ON_A_DEVICE // max(1, parameters)))
+        return max(1, min(-(-participants // accelerators), at_once(mapping, parameters, accelerators)))
     chunks = max(2, -(-participants // 16))
-    most = AT_ONCE if mapping == "folded" else 4_000_000
-    return max(1, min(-(-participants // chunks), most // max(1, parameters)))
+    return max(1, min(-(-participants // chunks), at_once(mapping, parameters)))
+
+
+def at_once(mapping: str, parameters: int, accelerators: int = 0) -> int:
+    """The most clients that are mapped or folded together: as many as the caches hold, or an accelerator's memory."""
+    most = AT_ONCE_ON_A_DEVICE if accelerators else AT_ONCE if mapping == "folded" else 4_000_000
+    return max(1, most // max(1, parameters))

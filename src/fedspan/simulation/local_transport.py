@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from fedspan import tree, wire
 from fedspan.data.federated import FederatedData, Index
-from fedspan.errors import Divergence
+from fedspan.errors import Divergence, OutOfMemory
 from fedspan.learn.metrics import UndefinedMetric
 from fedspan.method import Capacity, Sent
 from fedspan.simulation import defence
 from fedspan.simulation.defence import Bounds, DefenceHistory, Measured
 from fedspan.simulation.devices import Clock, Cost, Devices, largest, measure
-from fedspan.simulation.engine import Answer, Engine, EvaluatedChunk, chunk_size
+from fedspan.simulation.engine import Answer, Engine, EvaluatedChunk, chunk_cuts, chunk_size
 from fedspan.simulation.protocols import RECEIVED, JudgedModel
 from fedspan.simulation.record import Record
 from fedspan.simulation.settings import dropped, sample
@@ -378,8 +379,9 @@ class LocalTransport:
         ledger.add_names(Direction.DOWN, alike, times=len(ids))
         ledger.add_names(Direction.DOWN, single)
         self._down[self.capacities[c]] = sum(alike.values()) + sum(single.values()) / len(ids)
-        size = chunk_size(self.engine.mapping, len(ids), self.parameters, self.settings.chunk, len(self.accelerators))
-        return ClientGroup(c, ids, range(0, len(ids), size), lambda chunk: tree.take(own, chunk))
+        loads, devices = [len(self.data.train[i]) for i in ids], len(self.accelerators)
+        cuts = chunk_cuts(self.engine.mapping, loads, self.parameters, self.settings.chunk, devices)
+        return ClientGroup(c, ids, cuts, lambda chunk: tree.take(own, chunk))
 
     def _judging(self, do: str, t: int, c: int, ids: list[int], ledger: Ledger, way: JudgedModel) -> ClientGroup:
         """Clients of one capacity that are judged, by what the first of them has and receives.
@@ -514,7 +516,26 @@ class LocalTransport:
         return own, wire.count(own, {k: v.sum() for k, v in more.items()})
 
     def _handle(self, meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
-        """One chunk of clients; runs in a worker process (or in this one)."""
+        """One chunk of clients; runs in a worker process (or in this one).
+
+        Raises:
+            OutOfMemory: in one sentence, where torch, NumPy or Python had none to give.
+        """
+        try:
+            return self._computed(meta, data, broadcast)
+        except (RuntimeError, MemoryError, OSError) as e:
+            if not _lacks_memory(e):
+                raise
+            batch = self.settings.batch_size
+            raise OutOfMemory(
+                f"{self.who}: memory ran out in round {meta['round']} while a chunk of {len(meta['ids'])} clients was"
+                f" computed, each with a model of {self.parameters:,} parameters. Use a train.chunk below"
+                f" {len(meta['ids'])}, a train.batch_size below {'all examples' if batch is None else batch}, or"
+                " train.workers=1."
+            ) from e
+
+    def _computed(self, meta: Meta, data: Tree, broadcast: Tree) -> tuple[Meta, Tree]:
+        """What comes of one chunk of clients."""
         capacity, ids, t = self.capacities[meta["capacity"]], meta["ids"], meta["round"]
         data, broadcast = self.engine.placed((data, broadcast))
         args = (capacity, t, ids, self._taken(meta, data), broadcast["shared"], data["own"], broadcast["common"])
@@ -596,6 +617,12 @@ class LocalTransport:
         who = largest(self.data, self.record.federation.capacities, client)
         level = self.record.levels[who].index(capacity)
         return measure(self.engine.method, self.engine.task, self.data, who, self.settings, level)
+
+
+def _lacks_memory(e: BaseException) -> bool:
+    """Whether an error says that no memory was to be had: torch has no class of its own for it on a CPU."""
+    told = isinstance(e, RuntimeError) and ("can't allocate memory" in str(e) or "not enough memory" in str(e))
+    return isinstance(e, MemoryError) or told or (isinstance(e, OSError) and e.errno == errno.ENOMEM)
 
 
 def _told(got: EvaluatedChunk) -> tuple[Meta, Tree]:

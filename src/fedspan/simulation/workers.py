@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import selectors
 import signal
@@ -484,6 +485,7 @@ def answer_of(head: Meta, data: Tree) -> tuple[Meta, Tree]:
 def serve(channel: JobChannel, handler: ChunkHandler) -> None:
     """Answer the jobs that come until the other side has gone."""
     keep_freed_memory()
+    gc.freeze()  # what was there before has come to stay: looking through it again and again would also copy its pages
     torch.set_num_threads(1)
     while True:
         try:

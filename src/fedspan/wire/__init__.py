@@ -28,4 +28,5 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used, so that whoever only frames messages need not load torch."""
     if name not in _WHERE:
         raise AttributeError(f"module 'fedspan.wire' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"fedspan.wire.{_WHERE[name]}"), name)
+    found = globals()[name] = getattr(importlib.import_module(f"fedspan.wire.{_WHERE[name]}"), name)
+    return found

@@ -51,7 +51,7 @@ def check_upload(
     for path, t in tree.flatten(payload).items():
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             raise Refused(f"{who}: '{path}' holds NaN or infinity.")
-    norm = math.sqrt(float(tree.squared_norm(payload)))
+    norm = math.sqrt(float(tree.squared_norm(payload))) if payload else 0.0
     if norm > max_norm:
         raise Refused(f"{who}: the upload's norm must be at most {max_norm:g}. Got {norm:g}.")
 
