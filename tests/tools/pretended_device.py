@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fedspan.learn.folded import _packed_clients
+
 _SCALARS = {
     "add",
     "sub",
@@ -74,6 +76,7 @@ class PretendedDevice:
     @contextmanager
     def active(self) -> Iterator[PretendedDevice]:
         """Watch what a block does."""
+        _packed_clients.cache_clear()  # what it holds lies on another pretended device
         with ExitStack() as stack:
             stack.enter_context(_Operations(self))
             stack.enter_context(_Questions(self))

@@ -45,8 +45,7 @@ class FedKd(Sharing, Coded):
 
     weighting: Literal["samples", "uniform"] = "uniform"
     distill: NonNegative = 0.1
-    """Weight of what mentor and mentee learn from each other; 1 in the paper, and with ten classes about a tenth in
-    published code, which divides the divergence by their number."""
+    """Weight of what mentor and mentee learn from each other; 1 in the paper."""
     clip: Positive = 10.0
     """Gradients of mentor, mentee and W are each clipped to this norm."""
     energy_start: Share = 0.95
