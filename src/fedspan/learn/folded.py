@@ -320,6 +320,8 @@ class _Product(torch.autograd.Function):
         ctx.steps, ctx.layout, ctx.bf16, per = {}, layout, is_autocast(x), len(x) // layout.rows
         if ctx.bf16:
             x, weight, bias = x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16()
+        if layout.device.type != "cpu":
+            _ = layout.client  # sent to the device before the backward pass asks for it
         out = x.new_empty(len(x), weight.shape[1])
         for s in layout.segments:
             affine(s.of(x, per), weight[s.whose], None if bias is None else bias[s.whose], s.of(out, per))

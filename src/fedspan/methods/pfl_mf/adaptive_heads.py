@@ -144,8 +144,8 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         return (torch.tensor(logs, dtype=torch.float64) - CENTRE).square().sum(1) / 2
 
     def scores(self, S: Tensor) -> Tensor:
-        """S/4 + penalty of every pair: the smaller, the better."""
-        return S.double() / TEMPER + self.penalties()
+        """S/4 + penalty of every pair: the smaller, the better; on the host, which chooses by them."""
+        return S.cpu().double() / TEMPER + self.penalties()
 
     def choice(self, S: Tensor) -> int:
         """The best pair's place; of equals the first."""
@@ -240,7 +240,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         some = [k for k, w in enumerate(weights.tolist()) if w > NEGLIGIBLE]
         theta = heads.fit(heads.all, [self.pairs[k] for k in some], self.fit_steps)
         # Outputs are linear in θ: the mean of the heads predicts the mean of their outputs.
-        return heads.model(torch.tensordot(weights[some].to(theta.dtype), theta, 1))
+        return heads.model(torch.tensordot(weights[some].to(theta.device, theta.dtype), theta, 1))
 
     def onboard_plan(self, task: Task) -> Mapping[str, Amount]:
         return self.personal_plan(task)

@@ -126,7 +126,7 @@ def fit_heads(
     """
     h, c = part.h, task.curvature_bound()
     assert c is not None
-    kappa, tau = (torch.tensor([pair[k] for pair in widths], dtype=h.dtype) for k in (0, 1))
+    kappa, tau = (torch.tensor([pair[k] for pair in widths], dtype=h.dtype, device=h.device) for k in (0, 1))
     most = B.square().sum((1, 2)).amax() if len(B) else mu.new_zeros(())
     L = c * _largest(h * part.w[:, None]) * (kappa * most + tau * scale) + 1
     wide, free = kappa.sqrt()[:, None], (tau * scale).sqrt()[:, None, None]
@@ -156,10 +156,10 @@ def fit_heads(
             z_new, d_new = z_ahead - by_z / L[:, None], d_ahead - by_d / L[:, None, None]
             uphill = (by_z * (z_new - z)).sum(1) + (by_d * (d_new - delta)).sum((1, 2)) > 0
             following = (1 + (1 + 4 * speed.square()).sqrt()) / 2
-            carry = torch.where(uphill, 0.0, (speed - 1) / following)
+            carry = torch.where(uphill, torch.zeros_like(speed), (speed - 1) / following)
             z_ahead = z_new + carry[:, None] * (z_new - z)
             d_ahead = d_new + carry[:, None, None] * (d_new - delta)
-            speed = torch.where(uphill, 1.0, following)
+            speed = torch.where(uphill, torch.ones_like(speed), following)
             z, delta = z_new, d_new
         return head(z, delta)
 
@@ -175,7 +175,7 @@ def losses_of(task: Task, part: HeadExamples, theta: Tensor) -> Tensor:
 
 def _largest(h: Tensor) -> Tensor:
     """λ_max(hᵀh), nearly, by power steps."""
-    v = power_start(h.shape[1], h.dtype)
+    v = power_start(h.shape[1], h.dtype).to(h.device)
     size: Tensor = v.norm()
     v = v / size
     for _ in range(POWER_STEPS):
