@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedspan.studies.claims.step_search import choose_step
+from fedspan.studies.claims.step_search import choose_step, confirm_step
 
 GRID = (0.03, 0.1, 0.3, 1.0)
 
@@ -44,3 +44,17 @@ def test_where_all_diverge_smaller_steps_are_tried() -> None:
 
 def test_of_equals_the_smallest_step_is_taken() -> None:
     assert choose_step(GRID, 4, lambda lr: 1.0).lr == 0.03
+
+
+def test_a_step_that_diverges_elsewhere_gives_way_to_the_next_best() -> None:
+    found = choose_step(GRID, 4, lambda lr: lr)
+    asked: list[float] = []
+
+    def holds(lr: float) -> bool:
+        asked.append(lr)
+        return lr < 0.5
+
+    kept = confirm_step(found, holds)
+    assert asked == [1.0, 0.3] and kept.lr == 0.3
+    assert kept.tried[1.0] is None and kept.diverged == 1
+    assert confirm_step(found, lambda lr: False).lr is None

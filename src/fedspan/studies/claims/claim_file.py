@@ -4,7 +4,7 @@
     [setting]      paper, ours, differences
     [experiment]   an experiment in the layout of its own file, with [[rows]]: name, method; perhaps fields, set (dotted
                    keys), lr (another grid as long), published (fields of the paper's own recipe, lr included)
-    [tuning]       lr (the grid every row starts from), trials (of every row), seeds, rounds
+    [tuning]       lr (the grid every row starts from), trials (of every row), seeds, rounds, confirm
     [check]        in place of training: name and options of a check, and [check.figures] with paths into its numbers
     [[tests]]      row, minus (another row, or a number), measure, column; one of above, below, within; perhaps only_if
     seeds          those that are reported, 200 and on
@@ -70,9 +70,11 @@ class TuningBudget:
     trials: int = 6
     seeds: tuple[int, ...] = (0,)
     rounds: int | None = None
+    confirm: tuple[int, ...] = ()
+    """Development seeds on which the chosen step must not diverge; otherwise the next best is taken."""
 
     def __post_init__(self) -> None:
-        check_development(self.seeds, "claims")
+        check_development((*self.seeds, *self.confirm), "claims")
         steps = list(self.lr)
         if len(steps) < 2 or sorted(set(steps)) != steps or steps[0] <= 0:
             raise ConfigError(f"claims: [tuning] lr must be two or more rising numbers above 0. Got {steps}.")

@@ -23,7 +23,7 @@ from fedspan.simulation.environment import versions
 from fedspan.studies.claims.claim_file import PUBLISHED, TUNED, Claim, ClaimRow
 from fedspan.studies.claims.fair_play import all_rows, config_of
 from fedspan.studies.claims.outcome_file import ClaimOutcome, RowEffort, verdict_of
-from fedspan.studies.claims.step_search import ChosenStep, choose_step
+from fedspan.studies.claims.step_search import ChosenStep, choose_step, confirm_step
 from fedspan.studies.claims.verdict import EXACT
 from fedspan.studies.papers.experiment_file import slug
 from fedspan.studies.tuning.effort import steps_of
@@ -93,7 +93,7 @@ def perform(claim: Claim, run: Runner, check: Checker) -> ClaimOutcome:
     return ClaimOutcome(
         claim=claim.name,
         claim_digest=claim.digest,
-        seeds={"development": list(claim.tuning.seeds), "reported": list(claim.seeds)},
+        seeds={"development": [*claim.tuning.seeds, *claim.tuning.confirm], "reported": list(claim.seeds)},
         figures=figures,
         effort=effort,
         data=data_hashes(claim, rows),
@@ -119,19 +119,24 @@ def grid_of(claim: Claim, row: ClaimRow) -> tuple[float, ...]:
 
 
 def tune(claim: Claim, row: ClaimRow, run: Runner) -> ChosenStep:
-    """A row's step size by its trials on validation parts of development seeds, mean over them."""
+    """A row's step size by its trials on validation parts of development seeds, mean over them.
+
+    The winner must not diverge on the seeds of `confirm`; where it does, the next best is asked.
+    """
+
+    def trial(lr: float, seed: int) -> float | None:
+        config = trial_config(config_of(claim, row, {"lr": lr}, seed))
+        config = replace(config, rounds=claim.tuning.rounds or config.rounds)
+        result = run(ClaimJob(config=config, row=row.name, purpose="trial"))
+        return None if result is None else judged(result)
 
     def attempt(lr: float) -> float | None:
-        values = []
-        for seed in claim.tuning.seeds:
-            config = trial_config(config_of(claim, row, {"lr": lr}, seed))
-            config = replace(config, rounds=claim.tuning.rounds or config.rounds)
-            result = run(ClaimJob(config=config, row=row.name, purpose="trial"))
-            values.append(None if result is None else judged(result))
+        values = [trial(lr, seed) for seed in claim.tuning.seeds]
         known = [v for v in values if v is not None]
         return None if len(known) < len(values) else sum(known) / len(known)
 
-    return choose_step(grid_of(claim, row), claim.tuning.trials, attempt)
+    chosen = choose_step(grid_of(claim, row), claim.tuning.trials, attempt)
+    return confirm_step(chosen, lambda lr: all(trial(lr, seed) is not None for seed in claim.tuning.confirm))
 
 
 def judged(result: Result) -> float | None:

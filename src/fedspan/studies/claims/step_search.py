@@ -47,6 +47,15 @@ def choose_step(grid: Sequence[float], trials: int, attempt: Try) -> ChosenStep:
     return ChosenStep(dict(sorted(tried.items())), _best(tried))
 
 
+def confirm_step(chosen: ChosenStep, holds: Callable[[float], bool]) -> ChosenStep:
+    """The best step that does not diverge elsewhere either; those that were asked and do count as diverged."""
+    tried, best = dict(chosen.tried), chosen.lr
+    while best is not None and not holds(best):
+        tried[best] = None
+        best = _best(tried)
+    return ChosenStep(tried, best)
+
+
 def _best(tried: dict[float, float | None]) -> float | None:
     known = [(v, -lr) for lr, v in tried.items() if v is not None]
     return -max(known)[1] if known else None
