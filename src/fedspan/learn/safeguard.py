@@ -29,7 +29,11 @@ SHORTER = 0.25
 GROWTH = 1.5
 """How many times the loss of its start a phase may end with: minibatches pull in different directions."""
 QUIET = 1.0
-"""A loss that is never too large, in nats or units of a standardised target: near a minimum ratios mean nothing."""
+"""A loss that is never too large, in nats or units of a standardised target: near a minimum ratios mean nothing.
+
+Twice and three times as much let pFL-MF's default step overshoot on permuted digits (seeds 0 to 2: 94.6, 90.2, 95.0 %
+with 1; 95.0, 88.9, 89.8 with 2; 80.7, 89.6, 94.8 with 3); other methods differ by less than half a point.
+"""
 FEW = 16
 """Examples that a phase is judged by."""
 
