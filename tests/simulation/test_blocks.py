@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "drop": (["never"], "'after', 'before'"),
     "on_divergence": (["ignore"], "'stop', 'halve'"),
     "precision": (["float16", "double"], "'float32', 'float64', 'bf16'"),
-    "device": (["gpu", "cuda:x", 0], "cpu"),
+    "device": (["gpu", "cuda:x"], "cpu"),
     "mapping": (["both"], "'auto', 'vmap', 'loop'"),
     "chunk": ([0, -1, 1.5, True], "an integer >= 1"),
     "workers": ([0, -1, 1.5], "an integer >= 1"),

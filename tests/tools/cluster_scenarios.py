@@ -61,15 +61,20 @@ def kill_node(ip: str) -> None:
 
 
 def methods() -> dict[str, Any]:
-    """Six methods, on local workers and on the cluster."""
-    found = {}
+    """Six methods, on local workers and on the cluster, and the machines of the run that most nodes took part in."""
+    found: dict[str, Any] = {"machines": []}
     with loopback_cluster(), joined(ADDRESS):
         for name in SIX:
             here, there = run(name, workers=2), run(name, cluster=ADDRESS)
             same = here.digest == there.digest and here.per_client == there.per_client
             found[name] = same and [x["bytes"] for x in here.curve] == [x["bytes"] for x in there.curve]
-        found["machines"] = there.cluster["machines"]
+            found["machines"] = max(found["machines"], there.cluster["machines"], key=_nodes)
     return found
+
+
+def _nodes(machines: list[dict[str, Any]]) -> int:
+    """How many nodes had an actor by the end of a run: a short one may be over before the second has started."""
+    return sum(m["nodes"] for m in machines)
 
 
 def actor() -> dict[str, Any]:

@@ -669,10 +669,10 @@ def chunk_cuts(
     with the largest load first, and chunks of equally many would leave most of a round to the first of them.
     """
     clients = len(loads)
-    if chunk is not None:
-        return list(range(0, clients, chunk))
+    if chunk is not None or mapping == "loop":  # one after another, sixteen chunks are balance enough
+        return list(range(0, clients, chunk_size(mapping, clients, parameters, chunk)))
     number = -(-clients // chunk_size(mapping, clients, parameters, None, accelerators))
-    size = clients if mapping == "loop" else at_once(mapping, parameters, accelerators)
+    size = at_once(mapping, parameters, accelerators)
     low, high = max(-(-sum(loads) // number), max(loads, default=0)), sum(loads)
     while low < high:  # the smallest bound on a chunk's load with which so many chunks are enough
         middle = (low + high) // 2
