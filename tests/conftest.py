@@ -198,6 +198,12 @@ SLOW |= {
     "test_tuning",
     "test_deployed_warnings",
     "test_folded",
+    "test_asynchronous",
+    "test_pfl_mf_adaptive",
+    "test_out_of_memory",
+    "test_after",
+    "test_equivalences",
+    "test_ray_workers",
 }
 """Files that start processes or train for seconds: `make quick` leaves them out."""
 

@@ -129,7 +129,7 @@ def test_interrupt(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("gap", [0.05, 0.002])
+@pytest.mark.parametrize("gap", [0.05, pytest.param(0.002, marks=pytest.mark.long)])
 def test_a_storm_of_interrupts_ends_in_one_line_and_a_state_to_go_on_from(here: Path, gap: float) -> None:
     more = ["train.checkpoint_seconds=1000.0", "rounds=100000", "train.workers=2", "--out", "a"]
     process = shell("run", "exp.toml", *more, cwd=here, start_new_session=True)

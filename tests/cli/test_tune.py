@@ -90,7 +90,8 @@ def test_processes_change_no_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_killed_and_resumed_it_ends_with_the_same_trials(tmp_path: Path, workers: str) -> None:
     """kill -9 in the middle of trials; what it had begun is finished, and nothing else is decided."""
     options = ["tune", "exp.toml", SPACE, "rounds=40", "--trials", "6", "--out", "killed", "--workers", workers]

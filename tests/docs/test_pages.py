@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RUN = [ROOT / "README.md", *sorted(DOCS.glob("tutorials/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
 ALL = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+LONG = {"add_a_method", "compare", "measures"}  # pages that take more than five seconds
 ENTRY_POINTS = {"fedspan.methods", "fedspan.models", "fedspan.data"}
 LANGUAGES = {"python", "console", "toml", "text", "ini", "yaml", "bibtex"}
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -103,7 +104,9 @@ def has_long(page: Path) -> bool:
     return any(block.mark == "long" for block in blocks(page))
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.long] * (p.stem in LONG)) for p in RUN], ids=lambda p: p.stem
+)
 def test_a_page_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     matplotlib.use("Agg")

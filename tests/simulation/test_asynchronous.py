@@ -291,7 +291,7 @@ def test_states_on_disk_change_nothing(tmp_path: Path) -> None:
     assert here.record.digest() == there.record.digest()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_spawned_workers_is_the_same() -> None:
     there = simulation(FedRep(), 3, replace(TRAIN, workers=2, start_method="spawn"))
     assert there.run().digest == simulation(FedRep(), 3).run().digest

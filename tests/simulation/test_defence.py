@@ -95,7 +95,7 @@ def test_workers_and_resuming_change_no_bit(name: str, tmp_path: Path) -> None:
     assert again.record.progress.usual == whole.record.progress.usual
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_spawned_workers_change_no_bit() -> None:
     expected = simulation(make("fedavg"), rounds=2, chunk=2).run().digest
     assert simulation(make("fedavg"), rounds=2, chunk=2, workers=2, start_method="spawn").run().digest == expected

@@ -34,7 +34,7 @@ def test_a_few_disclose_what_they_declare(name: str) -> None:
     check(name, make(name))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n for n in BUILT_IN if n not in FEW])
 def test_every_method_discloses_what_it_declares(name: str) -> None:
     check(name, make(name))

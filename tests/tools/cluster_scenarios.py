@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -43,21 +44,25 @@ def run(name: str, width: int = 8, rounds: int = 4, **how: Any) -> Any:
 def processes(begin: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
-        try:
+        # A process may end, or be someone else's, between being listed and being asked.
+        with contextlib.suppress(psutil.Error):
             if " ".join(process.cmdline()).startswith(begin):
                 found.append(process)
-        except psutil.Error:
-            pass
     return found
 
 
 def kill_node(ip: str) -> None:
     """End a node as a power cut does: its raylet and all that hang on it."""
+    raylets = []
     for process in psutil.process_iter():
-        if process.name() == "raylet" and f"--node_ip_address={ip}" in process.cmdline():
-            for child in process.children(recursive=True):
-                child.kill()
-            process.kill()
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "raylet" and f"--node_ip_address={ip}" in process.cmdline():
+                raylets.append(process)
+    assert raylets, f"no raylet of {ip} is running"
+    for raylet in raylets:
+        for process in [*raylet.children(recursive=True), raylet]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def methods() -> dict[str, Any]:
