@@ -40,7 +40,7 @@ def simulation(
     task = Task(lambda: build(w.model, tuple(data.x.shape[1:]), CLASSES, **options), seed=SEED)
     out = settings.pop("out", None)
     chosen = Settings(participation=PARTICIPATION, batch_size=w.batch, evaluate_every=10**9, **settings)
-    method = make(name, lr=LR, **fields)
+    method = make(name, **({"lr": LR} | fields))
     return Simulation(method, task, data, rounds=rounds, seed=SEED, settings=chosen, out=out)
 
 

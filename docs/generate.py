@@ -1185,15 +1185,15 @@ def _yes(held: bool) -> str:
 
 
 def profile_page() -> str:
-    """Where the time of a round goes, from what `python -m bench.profile` kept in docs/speed-profile.json."""
+    """Where the time of a round goes, from what `python -m bench.profiling` kept in docs/speed-profile.json."""
     intro = """\
         What a round of the perceptron's workloads consists of, and what stands between it and the limits of the CPU.
         The workloads and the plain loop are those of [Speed](speed.md).
 
         <!-- not run: minutes, and the machine should do nothing else -->
         ```console
-        $ python -m bench.profile                        # all rows; writes docs/speed-profile.json
-        $ python -m bench.profile mlp-100-b32 fedavg     # one of them
+        $ python -m bench.profiling                        # all rows; writes docs/speed-profile.json
+        $ python -m bench.profiling mlp-100-b32 fedavg     # one of them
         ```
 
         One process computes all chunks of a round, as one worker does; times are CPU time. Rounds as they are, rounds

@@ -20,14 +20,14 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from fedspan import tree
 from fedspan.errors import ConfigError, FedspanError
-from fedspan.storage.malloc import keep_freed_memory
+from fedspan.storage.malloc import keep_freed_memory, return_freed_memory
 from fedspan.tree import EMPTY, Tree
 from fedspan.wire.job_channel import Broadcasts, JobChannel, Letter, WorkerChannel
 from fedspan.wire.shared_memory import shared_memory
@@ -60,6 +60,9 @@ RESULTS_AHEAD = 8
 
 MOST_DEATHS = 3
 """Workers that one job may end before it is given up."""
+
+JOBS_BETWEEN_RETURNS = 32
+"""Jobs after which a worker returns the memory it keeps: gaps between tensors of many sizes would grow with the jobs."""
 
 PATIENCE = 10.0
 """Seconds of work in this process before workers are spawned that nobody asked for: their start takes seconds too."""
@@ -487,11 +490,13 @@ def serve(channel: JobChannel, handler: ChunkHandler) -> None:
     keep_freed_memory()
     gc.freeze()  # what was there before has come to stay: looking through it again and again would also copy its pages
     torch.set_num_threads(1)
-    while True:
+    for jobs in count():
         try:
             head, data, broadcast = channel.take()
         except OSError:
             return
+        if jobs % JOBS_BETWEEN_RETURNS == JOBS_BETWEEN_RETURNS - 1:
+            return_freed_memory()
         try:
             meta, tree = handler(head["meta"], data, broadcast)
             channel.answer({"meta": meta}, tree)

@@ -14,3 +14,12 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):  # glibc; elsewhere the allocator's own habits stay
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def return_freed_memory() -> None:
+    """Return what is kept and free to the system, gaps between what is in use included."""
+    if os.name == "nt":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Where the time of a round goes: `python -m bench.profile [WORKLOADS [ROWS]]` writes docs/speed-profile.json.
+"""Where the time of a round goes: `python -m bench.profiling [WORKLOADS [ROWS]]` writes docs/speed-profile.json.
 
 One process computes all chunks of a round, as a worker does. Rounds are timed in three ways in turn, so that a drift
 of the machine hits all: as they are, under Python's profiler, and as many examples by the plain loop. Calls into torch
