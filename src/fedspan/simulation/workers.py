@@ -62,7 +62,7 @@ MOST_DEATHS = 3
 """Workers that one job may end before it is given up."""
 
 JOBS_BETWEEN_RETURNS = 32
-"""Jobs after which a worker returns the memory it keeps: gaps between tensors of many sizes would grow with the jobs."""
+"""Jobs after which a worker returns the memory it keeps: gaps between tensors of many sizes grow with their number."""
 
 PATIENCE = 10.0
 """Seconds of work in this process before workers are spawned that nobody asked for: their start takes seconds too."""
