@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conftest import assert_close, assert_same, call, finished, make_data, make_task, method_of, plain_models
@@ -27,6 +29,7 @@ from fedspan.methods.pfl_mf.head_prior import (
     clear_directions,
     completed,
     covariance_step,
+    eigenvalue_bound,
     first_directions,
     fit_heads,
     linear_head,
@@ -188,6 +191,35 @@ def test_every_loss_with_a_bounded_curvature_is_minimised(kind: Any, rows: int) 
     g = torch.autograd.grad(task.example_loss(h @ theta.T, y).sum(), theta)[0].flatten()
     P = B.flatten(1).T @ B.flatten(1) + 10 * u2 * torch.eye(rows * 5).double()
     assert_close((theta - mu).flatten().detach(), -P @ g, 1e-9)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]))
+def test_the_largest_eigenvalue_is_never_taken_too_small(
+    rows: int, columns: int, seed: int, dtype: torch.dtype
+) -> None:
+    h = normal(key(seed, "h"), (rows, columns), torch.float64) * normal(key(seed, "widths"), (columns,), torch.float64)
+    largest = torch.linalg.svdvals(h)[0].square()
+    bound = eigenvalue_bound(h.to(dtype)).double()
+    rounding = 1e-5 if dtype == torch.float32 else 1e-12
+    assert largest * (1 - rounding) <= bound <= largest * min(rows, columns) ** (1 / 32) * (1 + rounding)
+
+
+def test_features_that_are_all_zero_give_a_bound() -> None:
+    assert 0 <= float(eigenvalue_bound(torch.zeros(5, 3))) < 1e-6
+
+
+def test_heads_of_squared_errors_are_fitted_where_eigenvalues_lie_close_together() -> None:
+    """Power steps come near the largest of these only slowly, and a step that is too long ends in infinity."""
+    d = 200
+    task = Task(nn.Linear(d, 1, bias=False), "regression", dtype=torch.float64)
+    h = torch.linalg.qr(drawn(300, d)).Q * torch.linspace(0.9, 1.0, d).double() * 30
+    part = HeadExamples(h, drawn(300, 1, seed=4), torch.ones(300).double(), None)
+    mu, no_directions = torch.zeros(1, d).double(), torch.zeros(0, 1, d).double()
+    theta = fit_heads(task, part, mu, no_directions, torch.tensor(1.0).double(), [(0.0, 100.0)], 2000)[0]
+    c = task.curvature_bound()
+    assert c is not None
+    exact = torch.linalg.solve(c * h.T @ h + torch.eye(d).double() / 100, c * h.T @ part.y)
+    assert_close(theta.T, exact, 1e-9)
 
 
 def test_an_empty_slot_counts_for_nothing(fitting: Any) -> None:

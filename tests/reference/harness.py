@@ -260,7 +260,7 @@ def parts_of_examples(sim: Simulation) -> dict[str, Any]:
                 found.setdefault(f"{name}half", {})[t, i] = torch.cat(drawn["half"])
                 found.setdefault("kept", {})[i] = torch.cat(drawn["kept"])
                 found.setdefault("held", {})[i] = torch.cat(drawn.get("held") or [torch.empty(0, dtype=torch.int64)])
-    return {**found, "power": normal(key(0, "power"), (7,), torch.float64)}
+    return found
 
 
 DRAWS: dict[str, Callable[[Simulation], dict[str, Any]]] = {
