@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import enum
 import importlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -1068,10 +1069,14 @@ NODES, CORES = (8, 64), 2  # what is expected on paper
 
 def cluster_page() -> str:
     """The how-to about clusters, with the figures of docs/cluster.json put between its markers."""
-    text = (DOCS / "how-to" / "cluster.md").read_text(encoding="utf-8")
-    before, _, rest = text.partition(FIGURES)
     kept = json.loads((DOCS / "cluster.json").read_text(encoding="utf-8"))
-    return before + "\n".join([FIGURES, *cluster_figures(kept), END_OF_FIGURES]) + rest.partition(END_OF_FIGURES)[2]
+    return with_figures(DOCS / "how-to" / "cluster.md", cluster_figures(kept))
+
+
+def with_figures(path: Path, figures: Iterable[str]) -> str:
+    """A page with lines put between its markers."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(FIGURES)
+    return before + "\n".join([FIGURES, *figures, END_OF_FIGURES]) + rest.partition(END_OF_FIGURES)[2]
 
 
 def cluster_figures(kept: Mapping[str, Any]) -> list[str]:
@@ -1182,6 +1187,18 @@ def _busy(kept: Mapping[str, Any]) -> list[str]:
 
 def _yes(held: bool) -> str:
     return "yes" if held else "no"
+
+
+def adaptive_page() -> str:
+    """The page on adaptive pFL-MF, with the reported table of docs/adaptive between its markers."""
+    path = ROOT / "experiments" / "adaptive" / "run.py"
+    found = importlib.util.spec_from_file_location("adaptive_run", path)
+    assert found is not None and found.loader is not None
+    run = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = run  # dataclasses look their module up
+    found.loader.exec_module(run)
+    table = run.tables(run.Outcomes(run.OUT), list(run.FEDERATIONS), run.REPORTED)
+    return with_figures(DOCS / "explanation" / "adaptive.md", table)
 
 
 def profile_page() -> str:
@@ -1326,6 +1343,7 @@ def pages() -> Mapping[Path, str]:
         DOCS / "explanation" / "speed.md": speed_page(),
         DOCS / "how-to" / "cluster.md": cluster_page(),
         DOCS / "explanation" / "speed-profile.md": profile_page(),
+        DOCS / "explanation" / "adaptive.md": adaptive_page(),
     }
 
 

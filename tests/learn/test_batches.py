@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -79,6 +80,38 @@ def test_all_and_validation_keep_their_own_order_and_drop_nothing(n: int, width:
     assert live(got["all"]) == list(range(100 + n - 1, 99, -1))
     assert live(got["valid"]) == list(range(900, 900 + valid))
     assert got["all"].shape[1] == min(width or n, n) and got["valid"].shape[1] == min(width or valid, valid)
+
+
+@settings(deadline=None, max_examples=60, database=None)
+@given(SIZES, WIDTHS, st.floats(0.05, 0.95), st.integers(1, 6))
+def test_what_is_held_out_is_left_out_unless_a_stream_is_over_the_whole(
+    n: int, width: int | None, share: float, least: int
+) -> None:
+    plan = {"held": Validation(share, least), "train": Epochs(1), "all": All()}
+    plan |= {"train whole": Epochs(1, whole=True), "all whole": All(whole=True)}
+    got = {name: live(rows) for name, rows in streams(n, plan, width).items()}
+    everything = set(range(100, 100 + n))
+    assert sorted(got["train whole"]) == sorted(got["all whole"]) == sorted(everything)
+    assert sorted(got["train"]) == sorted(got["all"])
+    if n < least:
+        assert got["held"] == [] and set(got["all"]) == everything
+    elif n == 1:  # it serves as both
+        assert got["held"] == got["all"] == [100]
+    else:
+        assert len(got["held"]) == min(max(1, round(n * share)), n - 1)
+        assert not {*got["held"]} & {*got["all"]} and {*got["held"], *got["all"]} == everything
+    later = {name: live(rows) for name, rows in streams(n, plan, width, round=9).items()}
+    assert later["held"] == got["held"] and later["all"] == got["all"]
+
+
+@settings(deadline=None, max_examples=60, database=None)
+@given(SIZES, WIDTHS, st.floats(0.05, 0.95))
+def test_a_share_of_all_is_drawn_anew_and_keeps_the_order(n: int, width: int | None, share: float) -> None:
+    got = live(streams(n, {"half": All(share)}, width)["half"])
+    assert got == sorted(got, reverse=True) and len(set(got)) == len(got) == max(1, math.ceil(share * n - 1e-9))
+    if n > 4 and 0.3 < share < 0.7:
+        others = [live(streams(n, {"half": All(share)}, width, round=t)["half"]) for t in range(3, 12)]
+        assert any(other != got for other in others)
 
 
 @settings(deadline=None, max_examples=60, database=None)
