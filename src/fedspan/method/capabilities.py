@@ -224,7 +224,7 @@ class MeasuredStep(NamedTuple):
 
 
 class Cautions:
-    """What a method knows of its own limits, so that a run can warn before it begins."""
+    """What a method knows of its own limits, so that a run can warn."""
 
     def begins(self) -> Begins | None:
         """When it begins to differ from a simpler method; None: in the first round."""
