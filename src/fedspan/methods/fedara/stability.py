@@ -74,10 +74,10 @@ def alignment_step(
     """η_t λ_t times the curvature of L_FAC on some examples of a client, under the extractor it receives.
 
     It covers all parameters of the extractor, factors as factors, and is a lower bound for these weights and these
-    examples: beyond 2 the term by itself does overshoot, until the weights have changed. It does not cover what local
-    training makes of the weights, the curvature of the cross-entropy, which comes on top, nor minibatches of fewer
-    examples, which are mostly steeper: training may be unstable below 2. A model that keeps running statistics is not
-    measured, as it is trained with those of its minibatches.
+    examples, as far as features are linear in ω within a step: beyond 2 the term by itself overshoots. It does not
+    cover what local training makes of the weights, the curvature of the cross-entropy, which comes on top, nor
+    minibatches of fewer examples, which are mostly steeper: training may be unstable below 2. A model that keeps
+    running statistics is not measured, as it is trained with those of its minibatches.
 
     Args:
         pull: η_t λ_t, what momentum allows taken off.
