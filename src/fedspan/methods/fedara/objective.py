@@ -39,8 +39,7 @@ class Alignment:
     warmup: AtLeast1 = 10
     """Rounds after the first in which that weight rises from 0 to λ, in equal steps."""
     fac_reduction: Literal["mse", "sum", "relative"] = "mse"
-    """A squared distance is the mean or the sum over the features, or (`relative`, an addition) that sum over the
-    client's mean squared feature norm under the received extractor, so that λ does not depend on their scale."""
+    """Whether a squared distance is the mean or the sum over features, or that sum over their mean squared norm."""
     watch: bool = False
     """Whether the distance to the anchors after training is recorded, for one more pass over the data."""
 
