@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Estimates,
         Judged,
         Lifts,
+        MeasuredStep,
         Observed,
         Ranked,
     )
@@ -85,6 +86,7 @@ __all__ = [
     "FedspanError",
     "Judged",
     "Lifts",
+    "MeasuredStep",
     "Method",
     "Metric",
     "Observed",
@@ -139,7 +141,7 @@ _PLACES: dict[str, str] = {
     "fedspan.learn.transforms": "Transforms",
     "fedspan.method.bases": "Averaging Sharing Training",
     "fedspan.method.capabilities": (
-        "Adapts Announces Begins Cautions Coded Converts Estimates Judged Lifts Observed Ranked"
+        "Adapts Announces Begins Cautions Coded Converts Estimates Judged Lifts MeasuredStep Observed Ranked"
     ),
     "fedspan.method.disclosure": "Discloses",
     "fedspan.method.protocol": "About ClientInfo Down Federation Method Round Sent Visit",

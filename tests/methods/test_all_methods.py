@@ -123,6 +123,7 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
         {"ratio": (1.0, 0.4), "layers": "body", "adapt_energy": 0.9, "adapt_ratios": (0.4, 0.2), "lam": 1.0}
         | {"warmup": 1, "momentum": 0.5},
     ),
+    ("fedara", {"ratio": (1.0, 0.5), "lam": 0.2, "warmup": 1, "fac_reduction": "relative", "watch": True}),
     ("fedara-star", {"lam": 1.0}),
 ]
 # Every row on the small MLP. Other models where a method has code of its own for them: convolutions where weights are

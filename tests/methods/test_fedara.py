@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from conftest import assert_close, make_data, make_task, method_of
+from conftest import assert_close, assert_same, make_data, make_task, method_of
 from conftest import finished as run
 from fedspan import tree
 from fedspan.data.federated import FederatedData
@@ -30,7 +30,7 @@ from fedspan.learn.task import Task
 from fedspan.linalg import lowrank
 from fedspan.methods import FedAra, FedAraStar, FedHM, FedPer, make
 from fedspan.methods.fedara.capacities import LEVELS
-from fedspan.methods.fedara.objective import Alignment, FactorDecay, anchors
+from fedspan.methods.fedara.objective import Alignment, Anchors, FactorDecay, anchors
 from fedspan.models import build
 from fedspan.tree import Params
 
@@ -139,7 +139,7 @@ def test_one_step_of_full_rank_factors() -> None:
 # ------------------------------------------------------------------------------------------------ anchors
 
 
-def distance_gradient(method: FedAra, task: Task, params: Params, a: Tensor, batch: Batch) -> Params:
+def distance_gradient(method: FedAra, task: Task, params: Params, a: Anchors, batch: Batch) -> Params:
     near, plain = gradient(method.alignment.loss(task, a, 3.0), params, batch), gradient(task.loss, params, batch)
     return tree.sub(near, plain)  # type: ignore[no-any-return]
 
@@ -151,16 +151,17 @@ def test_anchors_are_frozen_and_pull_the_extractor_alone(ratio: float) -> None:
     start, stream = task.init(), all_of(data, 2)
     batch = next(iter(stream))
     a = anchors(task, start, stream)
-    assert torch.equal(a, anchors(task, start, stream))
+    assert all(torch.equal(x, y) for x, y in zip(a, anchors(task, start, stream)))
     features = task.features(start, batch.x)
+    assert float(a.square) == pytest.approx(float(features.square().sum(1).mean()), rel=1e-12)
     for c in range(3):
-        assert_close({"a": a[c]}, {"a": features[batch.y == c].mean(0)})
+        assert_close({"a": a.table[c]}, {"a": features[batch.y == c].mean(0)})
     g = distance_gradient(method, task, start, a, batch)
     assert all(not g[k].abs().max() > 1e-14 for k in task.head)
     assert max(float(g[k].abs().max()) for k in task.body) > 1e-3
     # The mean over D and over the examples of the squared distance, three times.
     value = method.alignment.loss(task, a, 3.0)(start, batch) - task.loss(start, batch)
-    assert float(value) == pytest.approx(3 * float((features - a[batch.y]).square().mean()))
+    assert float(value) == pytest.approx(3 * float((features - a.table[batch.y]).square().mean()))
     summed = Alignment(fac_reduction="sum").loss(task, a, 3.0)(start, batch) - task.loss(start, batch)
     assert float(summed) == pytest.approx(float(value) * features.shape[1])
 
@@ -173,6 +174,70 @@ def test_one_example_per_class_lies_on_its_anchor() -> None:
     a = anchors(task, task.init(), stream)
     assert float(method.alignment.gap(task, task.init(), a, stream)) == 0.0
     assert all(float(g.abs().max()) <= 1e-15 for g in distance_gradient(method, task, task.init(), a, batch).values())
+
+
+def scaled(task: Task, params: Params, layer: str, by: float) -> Params:
+    """The same outputs from features that are so many times as large: a layer before a ReLU, and the head inversely."""
+    new = {k: v * by if k.startswith(layer) else v for k, v in params.items()}
+    head = next(k for k in task.head if params[k].ndim == 2)
+    return new | {head: params[head] / by}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.parametrize("by", [1e-3, 7.0])
+def test_a_relative_distance_does_not_depend_on_the_scale_of_features(kind: str, by: float) -> None:
+    task, data = make_task(kind), make_data(kind)
+    start, stream = task.init(), all_of(data, 2)
+    batch = next(iter(stream))
+    layer = {"mlp": "2.", "cnn": "hidden."}[kind]
+    now = {k: v + 0.05 if k in task.body else v for k, v in start.items()}  # trained a little, away from the anchors
+    terms: dict[str, list[float]] = {}
+    for how in ("relative", "mse"):
+        near = method_of(FedAra, fac_reduction=how).alignment
+        for p, q in ((start, now), (scaled(task, start, layer, by), scaled(task, now, layer, by))):
+            a = anchors(task, p, stream)
+            assert_close(task.predict(p, batch.x), task.predict(start, batch.x))
+            value = near.loss(task, a, 3.0)(q, batch) - task.loss(q, batch)
+            terms.setdefault(how, []).extend([float(value), float(near.gap(task, q, a, stream))])
+    one, two = terms["relative"][:2], terms["relative"][2:]
+    assert one == pytest.approx(two, rel=1e-12, abs=1e-12) and min(one) > 1e-3
+    assert terms["mse"][2:] == pytest.approx([v * by**2 for v in terms["mse"][:2]], rel=1e-9, abs=1e-12)
+
+
+def test_relative_is_the_mean_where_the_squared_norm_is_the_number_of_features() -> None:
+    task, data = make_task("cnn"), make_data("cnn")
+    stream = all_of(data, 2)
+    batch = next(iter(stream))
+    features = task.features(task.init(), batch.x)
+    a = anchors(task, task.init(), stream)
+    unit = (features.shape[1] / a.square) ** 0.5  # features of mean squared norm D
+    near = Anchors(a.table * unit, a.square * unit**2)
+    relative, mean = (Alignment(fac_reduction=r).distance(features * unit, near, batch.y) for r in ("relative", "mse"))
+    assert_close(relative, mean)
+    assert float(mean.max()) > 1e-3
+    for how in ("mse", "sum", "relative"):  # the factor is what the distance is made with
+        kind = Alignment(fac_reduction=how)  # type: ignore[arg-type]
+        squared = (features - a.table[batch.y]).square().sum(1)
+        assert_close(kind.distance(features, a, batch.y), squared * kind.factor(features.shape[1], a.square))
+
+
+def test_features_that_are_all_zero_have_no_relative_distance() -> None:
+    task, data = make_task("cnn"), make_data("cnn")
+    dead = {k: 0 * v if k.startswith("hidden") else v for k, v in task.init().items()}
+    a = anchors(task, dead, all_of(data, 2))
+    assert float(a.square) == 0.0
+    near, batch = Alignment(fac_reduction="relative"), next(iter(all_of(data, 2)))
+    assert not near.distance(task.features(task.init(), batch.x), a, batch.y).any()
+    assert tree.all_finite(gradient(near.loss(task, a, 3.0), task.init(), batch))
+    tiny = Anchors(a.table.float(), torch.tensor(1e-42))
+    assert bool(near.factor(6, tiny.square).isfinite())
+
+
+def test_without_lambda_the_reduction_decides_nothing() -> None:
+    kept = [
+        run(method_of(FedAra, lam=0.0, fac_reduction=r, ratio=0.5), rounds=2).record.server for r in ("mse", "relative")
+    ]
+    assert_same(*kept)
 
 
 def test_the_alignment_is_warmed_up() -> None:
@@ -192,7 +257,7 @@ def test_absent_classes_single_examples_and_a_client_with_one_class(mapping: str
     sim = run(method, data=data, participation=1.0, rounds=4, mapping=mapping, batch_size=3)
     assert tree.all_finite(sim.record.server) and all(tree.all_finite(sim.record.row(i)) for i in range(3))
     task = sim.engine.model(method.capacity_of(1))
-    a = anchors(task, task.init(), all_of(data, 1))
+    a = anchors(task, task.init(), all_of(data, 1)).table
     assert not a[:2].any() and a[2].any()  # a class it lacks has no anchor, and no example that would need one
     assert sim.result.measures["alignment"]["mean"] > 0  # type: ignore[attr-defined]
 

@@ -158,7 +158,6 @@ PROXIMAL: list[tuple[str, dict[str, Any], str]] = [
     ("fedprox", {"lr": 1.0, "mu": 2.0}, "lr·mu = 2"),
     ("pfedme", {"lr": 0.2, "lam": 15.0, "safeguard": False}, "lr·lam = 3"),  # else w_i does not go beyond θ
     ("pfedme", {"lr_inner": 0.2, "lam": 15.0}, "lr_inner·lam = 3"),
-    ("fedara", {"lr": 0.2, "lam": 10.0}, "lr·lam = 2"),
 ]
 
 

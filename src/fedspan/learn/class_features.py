@@ -39,10 +39,18 @@ def class_means(task: Task, params: Params, batches: Batches, matrix: Tensor) ->
     Args:
         matrix: the head's matrix [C, D], for its shape and type.
     """
-    total, count = torch.zeros_like(matrix), torch.zeros_like(matrix[:, 0])
+    return class_means_and_square(task, params, batches, matrix)[:2]
+
+
+def class_means_and_square(
+    task: Task, params: Params, batches: Batches, matrix: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from the same pass with the mean squared norm of the features, zero where there are no examples."""
+    total, count, square = torch.zeros_like(matrix), torch.zeros_like(matrix[:, 0]), torch.zeros_like(matrix[0, 0])
     with torch.no_grad():
         for batch in batches:
-            member = members(batch, len(matrix), matrix.dtype)
-            total = total + member.T @ task.features_of(params, batch)
+            member, features = members(batch, len(matrix), matrix.dtype), task.features_of(params, batch)
+            total = total + member.T @ features
             count = count + member.sum(0)
-    return total / count.clamp_min(1)[:, None], count
+            square = square + (member.sum(1) * features.square().sum(1)).sum()
+    return total / count.clamp_min(1)[:, None], count, square / count.sum().clamp_min(1)

@@ -17,7 +17,7 @@ from fedspan.learn.batches import Amount
 from fedspan.learn.task import Task
 from fedspan.method.promises import check_down
 from fedspan.method.protocol import Capacity, Down, Federation, Method, Sent, Visit, Weight
-from fedspan.tree import Tree
+from fedspan.tree import Inputs, Tree
 from fedspan.wire import Codec
 
 if TYPE_CHECKING:
@@ -212,8 +212,19 @@ class Begins(NamedTuple):
     """What it does before then, as the start of a sentence: `it is FedAvg`."""
 
 
+class MeasuredStep(NamedTuple):
+    """How large steps of a method's own term are on a client's examples."""
+
+    name: str
+    """What was multiplied, as the start of a sentence: `lr·lam·curvature`."""
+    value: float
+    """Beyond 2, steps of that term grow."""
+    remedy: str
+    """What helps, as the end of a sentence."""
+
+
 class Cautions:
-    """What a method knows of its own limits, so that a run can warn before it begins."""
+    """What a method knows of its own limits, so that a run can warn."""
 
     def begins(self) -> Begins | None:
         """When it begins to differ from a simpler method; None: in the first round."""
@@ -222,6 +233,17 @@ class Cautions:
     def proximal_steps(self) -> Mapping[str, float]:
         """Learning rate times proximal weight by their names; at 2 and beyond, steps of that term grow."""
         return {}
+
+    def measured_pull(self, round: int) -> float:
+        """Learning rate times weight, in a round, of a term whose curvature has to be measured; 0: there is none."""
+        return 0.0
+
+    def measured_step(self, task: Task, weights: Tree, x: Inputs, pull: float) -> MeasuredStep | None:
+        """`pull` times the curvature of that term for a client's model and some of its examples; None: not known.
+
+        Asked of few clients when a run is evaluated, until it has warned.
+        """
+        raise TypeError(f"{type(self).__name__}: measured_step must be defined where measured_pull is not 0.")
 
     def directions(self) -> int | None:
         """Dimension of a subspace that the clients together have to span; None where there is none."""

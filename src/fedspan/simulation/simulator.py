@@ -154,8 +154,12 @@ class Simulation(RoundDriver):
         return super()._sampled(t)
 
     def _stepped(self, line: Line) -> None:
-        """Tell once that the losses have exploded; the note stays with the run."""
-        self.messages.extend(warnings.exploded_first(self.task, self.data, line, self.record.progress.notes))
+        """Tell once that the losses have exploded, or that a term overshoots; the note stays with the run."""
+        notes = self.record.progress.notes
+        self.messages.extend(warnings.exploded_first(self.task, self.data, line, notes))
+        if self.cluster is None:  # there private states are on other machines
+            found = warnings.overshooting_after(self.method, self.data, line, self.rounds, self.personal, notes)
+            self.messages.extend(found)
 
     def personal(self, client: int) -> tuple[Task, Tree]:
         """The task and the weights client `client` predicts with now, on the host."""

@@ -7,7 +7,7 @@ that was made anyway, never in a loop over batches or clients.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Method
 from fedspan.randomness import key
+from fedspan.tree import Tree
 
 SCALES_APART = 100.0
 """Ratio of feature deviations from which the large features are said to drown the small ones."""
@@ -37,6 +38,8 @@ _ROWS = 2000  # examples that stand for all
 _RARE = 0.1  # a feature that departs from its usual value less often has a small deviation whatever its scale
 _TRIAL_STEPS = 50
 _TRIAL_CLIENTS = 3
+_MEASURED_ROWS = 64
+_BEYOND = "is beyond stability"
 
 
 def before_run(method: Method, data: FederatedData, rounds: int) -> list[str]:
@@ -124,9 +127,46 @@ def overshooting(method: Method) -> str | None:
     if worst is None or steps[worst] < OVERSHOOT:
         return None
     return (
-        f"{type(method).__name__}: {worst} = {steps[worst]:.3g} is beyond stability, which ends at {OVERSHOOT:g}: each"
+        f"{type(method).__name__}: {worst} = {steps[worst]:.3g} {_BEYOND}, which ends at {OVERSHOOT:g}: each"
         " step lands farther from what it is pulled to than it began; lower one of them."
     )
+
+
+def overshooting_after(
+    method: Method,
+    data: FederatedData,
+    line: Mapping[str, Any],
+    rounds: int,
+    model: Callable[[int], tuple[Task, Tree]],
+    notes: list[str],
+) -> list[str]:
+    """The same of a term whose curvature has to be measured, by the lr and the weight of the round that comes.
+
+    On examples of the first clients, of a line of the metrics that has an evaluation, unless it is among the run's
+    notes, to which it is added.
+
+    Args:
+        model: gives the task and the weights of a client.
+    """
+    cautions, who, t = Abilities(method).cautions, type(method).__name__, line["round"]
+    pull = cautions.measured_pull(min(t + 1, rounds)) if "loss" in line else 0.0
+    if not pull or any(said.startswith(f"{who}: ") and _BEYOND in said for said in notes):
+        return []
+    worst, found = OVERSHOOT, list[str]()
+    for i in range(min(_TRIAL_CLIENTS, data.clients)):
+        task, weights = model(i)
+        x = tree.take(data.x, torch.from_numpy(data.train[i][:_MEASURED_ROWS]))
+        step = cautions.measured_step(task, weights, x, pull)
+        if step is None or not worst < step.value < math.inf:
+            continue
+        worst = step.value
+        found = [
+            f"{who}: {step.name} = {worst:.3g} after round {t}, on examples of client '{data.names[i]}', {_BEYOND},"
+            f" which ends at {OVERSHOOT:g}: each step of that term alone lands farther from what it is pulled to than"
+            f" it began; {step.remedy}."
+        ]
+    notes += found
+    return found
 
 
 def exploded(task: Task, data: FederatedData, round: int, loss: float) -> str | None:

@@ -24,6 +24,7 @@ from fedspan.method import (
     Discloses,
     Down,
     Federation,
+    MeasuredStep,
     Round,
     Sent,
     Visit,
@@ -33,7 +34,8 @@ from fedspan.methods.fedara.adaptive import AdaptiveRanks
 from fedspan.methods.fedara.capacities import Affords
 from fedspan.methods.fedara.monitoring import Monitored
 from fedspan.methods.fedara.objective import Alignment, FactorDecay, anchors
-from fedspan.tree import Params, Tree
+from fedspan.methods.fedara.stability import alignment_step
+from fedspan.tree import Inputs, Params, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,14 @@ class FedAra(Averaging, Affords, Adapts, Monitored, Cautions):
         near = self.alignment
         return Begins(near.warmup + 1, "warmup", near.warmup, until) if near.lam else None
 
-    def proximal_steps(self) -> Mapping[str, float]:
-        return {"lr·lam": self.optimizer.pull(self.lr, self.alignment.lam)}
+    def measured_pull(self, round: int) -> float:
+        """η_t λ_t."""
+        return self.optimizer.pull(self.schedule.rate(self.lr, round), self.alignment.strength(round))
+
+    def measured_step(self, task: Task, weights: Tree, x: Inputs, pull: float) -> MeasuredStep | None:
+        """η_t λ_t times the curvature of L_FAC."""
+        most = self.optimizer.pull(self.lr, self.alignment.lam)
+        return alignment_step(self.alignment, task, weights, x, pull, most)
 
     # ------------------------------------------------------------------------------------------------ 1. the download
 
@@ -128,7 +136,7 @@ class FedAra(Averaging, Affords, Adapts, Monitored, Cautions):
         start: Params = tree.merge(down) | client["h"]
         t, near = int(visit.round), self.alignment
         lam = near.strength(t)  # λ_t
-        a = anchors(task, start, visit["all"], type(self).__name__) if lam or near.watch else None  # a_{k,c}
+        a = anchors(task, start, visit["all"], type(self).__name__) if lam or near.watch else None  # a_{k,c}, scale
         lr = self.schedule.rate(self.lr, t)
         new = self.decay.fit(self.optimizer, task, near.loss(task, a, lam), start, visit["train"], lr)
         omega, h = self.split(task, new)

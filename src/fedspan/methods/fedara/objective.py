@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedspan.layers.decay import fit_decayed
 from fedspan.learn.batches import Batch, Batches
-from fedspan.learn.class_features import class_matrix, class_means
+from fedspan.learn.class_features import class_matrix, class_means_and_square
 from fedspan.learn.optimizer import Optimizer
 from fedspan.learn.sgd import Loss
 from fedspan.learn.task import Task
 from fedspan.method.fields import AtLeast1, NonNegative
 from fedspan.tree import Params
+
+
+class Anchors(NamedTuple):
+    """What the received extractor says of a client's examples, from one pass over them and without a gradient."""
+
+    table: Tensor
+    """a_{k,c}, the mean feature of every class, [C, D]."""
+    square: Tensor
+    """(1/n_k) Σ ‖F(ω̄; x)‖², the mean squared norm of the features."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +38,8 @@ class Alignment:
     """λ, the weight of the distance to the anchors in a client's loss."""
     warmup: AtLeast1 = 10
     """Rounds after the first in which that weight rises from 0 to λ, in equal steps."""
-    fac_reduction: Literal["mse", "sum"] = "mse"
-    """Whether a squared distance is the mean or the sum over the features."""
+    fac_reduction: Literal["mse", "sum", "relative"] = "mse"
+    """Whether a squared distance is the mean or the sum over features, or that sum over their mean squared norm."""
     watch: bool = False
     """Whether the distance to the anchors after training is recorded, for one more pass over the data."""
 
@@ -43,29 +52,40 @@ class Alignment:
         """λ_t: 0 in the first round, rising in equal steps to λ in round `warmup` + 1."""
         return self.lam * min(1.0, (round - 1) / self.warmup)  # λ_t = λ min(1, (t − 1)/warmup)
 
-    def distance(self, features: Tensor, a: Tensor) -> Tensor:
-        """‖R_i − a_{k,y_i}‖² of each example, as a mean or a sum over the D features."""
-        far = (features - a).square()
+    def factor(self, features: int, square: Tensor) -> Tensor:
+        """What ‖R_i − a_{k,y_i}‖² of D features is multiplied with; half the curvature of the term in a feature.
+
+        Features that are all 0 have no scale to be relative to: there the term is 0, and not 0/0.
+        """
+        if self.fac_reduction == "relative":
+            return torch.where(square > 0, 1 / square.clamp_min(torch.finfo(square.dtype).tiny), 0 * square)
+        return torch.ones_like(square) / (features if self.fac_reduction == "mse" else 1)
+
+    def distance(self, features: Tensor, near: Anchors, y: Tensor) -> Tensor:
+        """‖R_i − a_{k,y_i}‖² of each example, reduced over the D features."""
+        far = (features - near.table[y]).square()
+        if self.fac_reduction == "relative":
+            return far.sum(1) * self.factor(far.shape[1], near.square)
         return far.mean(1) if self.fac_reduction == "mse" else far.sum(1)
 
-    def loss(self, task: Task, a: Tensor | None, lam: float) -> Loss:
+    def loss(self, task: Task, near: Anchors | None, lam: float) -> Loss:
         """L_CE + λ_t L_FAC, the latter a mean over the examples of a batch."""
-        if a is None or not lam:
+        if near is None or not lam:
             return task.loss
 
-        def near(p: Params, batch: Batch) -> Tensor:
+        def aligned(p: Params, batch: Batch) -> Tensor:
             features, output = task.features_and_output(p, batch)
             losses = task.example_loss(output, batch.y, batch.mask)
-            return batch.mean(losses + lam * self.distance(features, a[batch.y]))
+            return batch.mean(losses + lam * self.distance(features, near, batch.y))
 
-        return near
+        return aligned
 
-    def gap(self, task: Task, params: Params, a: Tensor, stream: Batches) -> Tensor:
+    def gap(self, task: Task, params: Params, near: Anchors, stream: Batches) -> Tensor:
         """L_FAC over all training examples, in evaluation mode."""
-        total, n = torch.zeros_like(a[0, 0]), torch.zeros_like(a[0, 0])
+        total, n = torch.zeros_like(near.square), torch.zeros_like(near.square)
         with torch.no_grad():
             for batch in stream:
-                total = total + (self.distance(task.features(params, batch.x), a[batch.y]) * batch.w).sum()
+                total = total + (self.distance(task.features(params, batch.x), near, batch.y) * batch.w).sum()
                 n = n + batch.w.sum()
         return total / n.clamp_min(1)
 
@@ -92,8 +112,9 @@ class FactorDecay:
         return fit_decayed(optimizer, task, loss, start, batches, lr, self.strengths(optimizer), self.decay_every)
 
 
-def anchors(task: Task, received: Params, stream: Batches, who: str = "FedAra") -> Tensor:
-    """a_{k,c}: mean feature of every class under the extractor as received, [C, D]; in evaluation mode."""
+def anchors(task: Task, received: Params, stream: Batches, who: str = "FedAra") -> Anchors:
+    """Anchors and the scale of the features under the extractor as received, in evaluation mode, from one pass."""
     if task.stats:  # kept at home, they belong to the weights of the last visit
         received = task.estimate_statistics(received, stream)
-    return class_means(task, received, stream, received[class_matrix(task, who)])[0]
+    table, _, square = class_means_and_square(task, received, stream, received[class_matrix(task, who)])
+    return Anchors(table, square)
