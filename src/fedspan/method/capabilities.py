@@ -212,6 +212,10 @@ class Begins(NamedTuple):
     """What it does before then, as the start of a sentence: `it is FedAvg`."""
 
 
+OVERSHOOT = 2.0
+"""Learning rate times curvature from which every step of a quadratic term lands farther from its minimum."""
+
+
 class MeasuredStep(NamedTuple):
     """How large steps of a method's own term are on a client's examples."""
 

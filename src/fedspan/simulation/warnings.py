@@ -19,6 +19,7 @@ from fedspan.learn.batches import Batches, Epochs, draw
 from fedspan.learn.sgd import sgd
 from fedspan.learn.task import Task
 from fedspan.method import Abilities, Method
+from fedspan.method.capabilities import OVERSHOOT
 from fedspan.randomness import key
 from fedspan.tree import Tree
 
@@ -27,9 +28,6 @@ SCALES_APART = 100.0
 
 EXPLODED = 1e4
 """A loss so many times that of a model that knows nothing has exploded, although it is finite."""
-
-OVERSHOOT = 2.0
-"""Learning rate times proximal weight from which every step lands farther from the anchor than it began."""
 
 EVALUATION = "Evaluation"
 """How sentences about an evaluation begin, by which a run knows that it has said one."""

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.task import Task
-from fedspan.method import MeasuredStep
+from fedspan.method.capabilities import OVERSHOOT, MeasuredStep
 from fedspan.methods.fedara.objective import Alignment
 from fedspan.tree import Inputs, Params
-
-LIMIT = 2.0
-"""Learning rate times curvature beyond which gradient steps on a quadratic grow."""
 
 _ITERATIONS = 8
 _GAIN = 1.01  # an iteration that finds no more than that is the last
@@ -90,5 +87,5 @@ def alignment_step(
         size * 2 * float(how.factor(moved.features, moved.square)) * moved.curvature
         for how, size in ((near, pull), (replace(near, fac_reduction="relative"), max(pull, most)))
     )
-    helps = ', or set fac_reduction = "relative"' if relative < LIMIT else ""
+    helps = ', or set fac_reduction = "relative"' if relative < OVERSHOOT else ""
     return MeasuredStep("lr·lam·curvature", value, f"lower lr or lam{helps}")
