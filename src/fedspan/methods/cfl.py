@@ -99,8 +99,6 @@ class Cfl(Sharing, Observed, Cautions):
     def server_update(self, server: Tree, round: Round) -> Tree:
         ids, cluster, heard, clusters = round.ids, server["cluster"], server["seen"], len(server["a"])
         delta, seen = tree.put(server["delta"], ids, round.each["delta"]), heard.index_fill(0, ids, True)
-        direction = torch.nn.functional.normalize(tree.matrix(delta, len(seen)).to(torch.float64), eps=1e-12)
-        S = direction @ direction.T  # cosines between last known updates
         a, m = self._norms(round, cluster, server["a"], server["m"])
         m_0 = server["m_0"] if bool(heard.any()) else m[0]
         eps_1 = 0.4 * float(m_0) if self.eps_1 == "auto" else self.eps_1
@@ -109,7 +107,8 @@ class Cfl(Sharing, Observed, Cautions):
         for c in sorted(set(cluster[ids].tolist())) if round.round >= self.start_round else []:
             known = ((cluster == c) & seen).nonzero().flatten()
             if len(known) > self.min_size and float(a[c]) < eps_1 and float(m[c]) > eps_2:
-                part = self._bipartition(S[known][:, known])  # stationary for all together, not for each
+                direction = _directions(delta, known)
+                part = self._bipartition(direction @ direction.T)  # stationary for all together, not for each
                 if part is not None:
                     cluster = cluster.index_fill(0, known[part], len(parent))
                     parent.append(c)
@@ -120,11 +119,14 @@ class Cfl(Sharing, Observed, Cautions):
         step = cluster_mean(round.each["delta"], round.weights, cluster[ids], len(parent), tree.zeros_like(theta))
         a, m, moved = *self._norms(round, cluster, a[parent], m[parent]), cluster[ids]
         divided = {*parent[clusters:], *range(clusters, len(parent))}
-        if clusters > 1:  # an earlier split left these where they were, as nobody had heard them
-            for k in ids[~heard[ids]].tolist():
+        newcomers = ids[~heard[ids]]
+        if clusters > 1 and len(newcomers):  # an earlier split left these where they were, as nobody had heard them
+            known = heard.nonzero().flatten()
+            S = _directions(delta, newcomers) @ _directions(delta, known).T
+            for k, similar in zip(newcomers.tolist(), S):
                 if int(cluster[k]) not in divided:
                     at = torch.tensor([k], device=ids.device)
-                    cluster = cluster.index_fill(0, at, self._nearest(S[k], cluster, heard, len(parent)))
+                    cluster = cluster.index_fill(0, at, _nearest(similar, cluster[known], len(parent)))
         live = torch.zeros(len(parent), dtype=torch.bool, device=ids.device).index_fill(0, moved, True)
         return {
             **self.server.step(models, {"theta": tree.add(theta, step)}, live),  # θ_c ← θ_c + mean of its members' Δθ_k
@@ -135,11 +137,6 @@ class Cfl(Sharing, Observed, Cautions):
             "m": m,
             "m_0": m_0,
         }
-
-    def _nearest(self, similar: Tensor, cluster: Tensor, heard: Tensor, clusters: int) -> int:
-        """The cluster whose clients heard before are most alike on average."""
-        member = torch.nn.functional.one_hot(cluster, clusters).to(similar.dtype) * heard[:, None]
-        return int((similar @ member / member.sum(0).clamp_min(1)).argmax())
 
     def _norms(self, round: Round, cluster: Tensor, a: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         """‖mean Δθ_k‖ and max ‖Δθ_k‖ of every cluster; a cluster nobody reported for keeps what it had."""
@@ -171,3 +168,18 @@ class Cfl(Sharing, Observed, Cautions):
         """The number of clusters, and a and m of each, to set the thresholds by."""
         norms = {f"{name}_{c}": float(x) for name in ("a", "m") for c, x in enumerate(server[name])}
         return {"clusters": float(len(server["a"])), **norms}
+
+
+def _directions(delta: Tree, ids: Tensor) -> Tensor:
+    """Last known updates of these clients at length 1 (an update of zero stays zero), whose products are cosines.
+
+    Only where they are asked for: those of a thousand clients cost more than a round of training.
+    """
+    rows = tree.matrix(tree.take(delta, ids), len(ids)).to(torch.float64)
+    return rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12)
+
+
+def _nearest(similar: Tensor, cluster: Tensor, clusters: int) -> int:
+    """The cluster whose clients are most alike on average."""
+    member = torch.nn.functional.one_hot(cluster, clusters).to(similar.dtype)
+    return int((similar @ member / member.sum(0).clamp_min(1)).argmax())
