@@ -68,6 +68,8 @@ TABLE: list[tuple[str, dict[str, Any]]] = [
     ("fedtgp", {"server_epochs": 2}),
     ("fedsim", {"l2": 0.1, "l2_towards": "start", "weighting": "uniform"}),
     ("apfl", {"mix": "logits", "alpha_every": "step", "alpha_decay": 0.02, "private_head": True}),
+    ("fedavg", {"keep_momentum": True, "momentum": 0.5, "private_head": True}),
+    ("local", {"keep_momentum": True, "momentum": 0.5, "weight_decay": 0.01}),
     ("fedfomo", {"models": 2, "private_head": True, "epsilon": 0.5, "momentum": 0.5}),
     ("pfl-mf", {"rank": 3}),
     ("pfl-mf", {"rank": 2, "factorise": "all", "v_steps": 3, "wire": "full", "server_step": "plain", "lr": 0.1}),

@@ -28,7 +28,7 @@ from fedspan.learn.task import Task
 from fedspan.linalg.similarity import cosine, leading, neighbours, softmax_weights
 from fedspan.method import Averaging, ClientInfo, Converts, Federation, Method, Round
 from fedspan.method.fields import flat, keys_of, sentences
-from fedspan.methods import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal, Local, make
+from fedspan.methods import FactorizedFedAvg, FactorizedFL, FactorizedFLBeta, FactorizedLocal, FedAvg, Local, make
 from fedspan.methods.factorized_fl.factorization import tags
 from fedspan.methods.factorized_fl.matching import SimilarityMatching
 from fedspan.simulation.settings import Settings
@@ -523,20 +523,21 @@ def test_a_thinned_download_is_sparse() -> None:
 
 
 @MAPPING
-def test_kept_momentum_is_one_long_training(mapping: str) -> None:
-    fields: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "lam": 0.01}
-    data = make_data()
-    kept = run(
-        method_of(FactorizedLocal, keep_momentum=True, **fields),
-        data=data,
-        rounds=3,
-        batch_size="full",
-        mapping=mapping,
-    )
-    long = run(method_of(FactorizedLocal, **fields), data=data, rounds=1, batch_size="full", epochs=6, mapping=mapping)
+@pytest.mark.parametrize(
+    ("kind", "fields", "clients", "name"),
+    [(FactorizedLocal, {"lam": 0.01}, 7, "0.u"), (Local, {}, 7, "0.weight"), (FedAvg, {}, 1, "0.weight")],
+    ids=["factorized-local", "local", "fedavg of one client"],
+)
+def test_kept_momentum_is_one_long_training(
+    kind: type[Any], fields: dict[str, Any], clients: int, name: str, mapping: str
+) -> None:
+    fields = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, **fields}
+    data, how = make_data(clients=clients), {"batch_size": "full", "mapping": mapping}
+    kept = run(method_of(kind, keep_momentum=True, **fields), data=data, rounds=3, **how)
+    long = run(method_of(kind, **fields), data=data, rounds=1, epochs=6, **how)
     assert_close(models(kept), models(long))
-    anew = models(run(method_of(FactorizedLocal, **fields), data=data, rounds=3, batch_size="full", mapping=mapping))
-    assert float((anew["0"]["0.u"] - models(kept)["0"]["0.u"]).abs().max()) > 1e-4
+    anew = models(run(method_of(kind, **fields), data=data, rounds=3, **how))
+    assert float((anew["0"][name] - models(kept)["0"][name]).abs().max()) > 1e-4
 
 
 def test_the_penalty_as_a_gradient_is_torchs() -> None:

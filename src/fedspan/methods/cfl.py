@@ -176,7 +176,8 @@ def _directions(delta: Tree, ids: Tensor) -> Tensor:
     Only where they are asked for: those of a thousand clients cost more than a round of training.
     """
     rows = tree.matrix(tree.take(delta, ids), len(ids)).to(torch.float64)
-    return rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    length: Tensor = rows.norm(dim=1, keepdim=True)
+    return rows / length.clamp_min(1e-12)
 
 
 def _nearest(similar: Tensor, cluster: Tensor, clusters: int) -> int:

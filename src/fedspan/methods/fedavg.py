@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedspan import tree
+from fedspan.learn.local_steps import LocalSteps
 from fedspan.learn.sgd import Near
 from fedspan.learn.task import Task
-from fedspan.method import About, Cautions, Discloses, Sent, Sharing, Visit, Yardstick
+from fedspan.method import About, Cautions, ClientInfo, Discloses, Sent, Sharing, Visit, Yardstick
 from fedspan.method.fields import NonNegative
 from fedspan.tree import Tree
 
@@ -19,7 +20,8 @@ class FedAvg(Sharing):
     """FedAvg. McMahan et al., AISTATS 2017, Algorithm 1.
 
     Symbols: theta = the global model w, h = the private head if `private_head` (empty otherwise).
-    Kept: h. Sent: theta. Running statistics of batch normalisation are averaged with the parameters.
+    Kept: h, and the velocity with `keep_momentum`. Sent: theta. Running statistics of batch normalisation are averaged
+    with the parameters.
     """
 
     about = About(
@@ -30,8 +32,21 @@ class FedAvg(Sharing):
 
     local_stats: ClassVar[bool] = False
 
+    steps: LocalSteps = LocalSteps()
+    """Whether a client's momentum goes on from round to round."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps.check(type(self).__name__, self.optimizer)
+
+    def init_client(self, task: Task, who: ClientInfo) -> Tree:
+        return {**super().init_client(task, who), **self.steps.begin(tree.select(task.init(), task.names))}
+
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
-        return self.train_together(task, task.loss, client, down, visit)  # ClientUpdate(k, w)
+        w = self.whole(client, down)
+        w, kept = self.steps.fit(self.optimizer, task.loss, w, client, visit["train"], self.lr)  # ClientUpdate(k, w)
+        theta, h = self.split(task, w)
+        return {"h": h, **kept}, Sent(weight=self.weigh(visit), mean={"theta": theta})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.aggregate import mix
+from fedspan.learn.local_steps import LocalSteps
 from fedspan.learn.task import Task
 from fedspan.method import (
     About,
@@ -26,7 +27,6 @@ from fedspan.method import (
     Visit,
 )
 from fedspan.methods.factorized_fl.factorization import Factorization, corrections
-from fedspan.methods.factorized_fl.local_steps import LocalSteps
 from fedspan.methods.factorized_fl.matching import SimilarityMatching, with_z, z_of
 from fedspan.methods.factorized_fl.observing import ObservedMatching
 from fedspan.methods.factorized_fl.penalty import Penalty

@@ -1,4 +1,4 @@
-"""A client's steps on eq. (6), with a momentum that may go on from round to round."""
+"""A client's steps with a momentum that may go on from round to round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedspan import tree
 from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batches
 from fedspan.learn.optimizer import Optimizer
-from fedspan.learn.sgd import Loss, Prox, sgd_from
+from fedspan.learn.sgd import NO_PROX, Loss, Prox, sgd_from
 from fedspan.tree import Params, Tree
 
 
@@ -23,7 +23,7 @@ class LocalSteps:
     keep_momentum: bool = False
     """Whether a client's momentum goes on from round to round, as in the public code, instead of starting anew."""
 
-    def check(self, who: str, optimizer: Optimizer, gauge: bool) -> None:
+    def check(self, who: str, optimizer: Optimizer, gauge: bool = False) -> None:
         """Check that there is a momentum to keep, and that it stays in one gauge.
 
         Raises:
@@ -41,7 +41,14 @@ class LocalSteps:
         return {"velocity": tree.zeros_like(params)} if self.keep_momentum else {}
 
     def fit(
-        self, optimizer: Optimizer, loss: Loss, params: Params, client: Tree, stream: Batches, lr: float, prox: Prox
+        self,
+        optimizer: Optimizer,
+        loss: Loss,
+        params: Params,
+        client: Tree,
+        stream: Batches,
+        lr: float,
+        prox: Prox = NO_PROX,
     ) -> tuple[Params, Tree]:
         """Train `params`: what they become, and what the client keeps besides."""
         if not self.keep_momentum:
