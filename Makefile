@@ -32,7 +32,7 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.dev
 
 install: $(VENV)/.dev ## make the environment in .venv, with everything for development
 
-demo: $(VENV)/.user ## compare seven methods on bundled data (under a minute) and write a report
+demo: $(VENV)/.user ## compare nine methods on bundled data (under a minute) and write a report
 	$(BIN)/fedspan demo
 
 quick: $(VENV)/.dev ## run what one wants while writing (under 30 seconds)

@@ -772,7 +772,8 @@ def diagnose_page() -> str:
         where there is one, and on {count("near")} federations the advice is at most {100 * NEAR:g} points behind the
         best row (of errors: {100 * NEAR:g} % of the best).
 
-        Every row chooses its learning rate among {", ".join(f"{lr:g}" for lr in stored["rates"])} by the validation
+        Every row chooses its learning rate among {", ".join(f"{lr:g}" for lr in stored["rates"])} (a method that clips
+        gradients by default among {", ".join(f"{lr:g}" for lr in stored["clipped"])}) by the validation
         parts of seed 0. The advice was made on development seeds 0 to 4 of the federations of digits. Rows of natural
         federations are those of [Natural federations](natural-federations.md) at the same seeds, with the settings of
         their files; their figures were known when the advice was made.

@@ -3,7 +3,8 @@
     python experiments/diagnose/score.py                       seeds 200 to 202; written to docs/diagnose/score.json
     python experiments/diagnose/score.py --seeds 1-3 --out dev.json --cases 'own labelling,iid'
 
-Every row chooses its learning rate from the same three by the validation parts of seed 0; figures are the test parts of
+Every row chooses its learning rate from the same three (a method that clips by default: from its own three) by the
+validation parts of seed 0; figures are the test parts of
 the seeds. Natural federations take the rows that docs/natural keeps. Runs that are in the file are not repeated, but
 an advice that has changed is.
 """
@@ -21,6 +22,8 @@ import torch
 
 from fedspan.config import RunConfig, assemble, load_config
 from fedspan.errors import Divergence
+from fedspan.method import Training
+from fedspan.methods import make
 from fedspan.simulation.simulator import Simulation
 from fedspan.storage.atomic import write_atomic
 from fedspan.studies.diagnosis import Diagnosis, diagnose
@@ -29,6 +32,7 @@ from fedspan.studies.diagnosis.score import case_from, totals
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
 RATES = (0.05, 0.2, 0.8)
+CLIPPED = (0.5, 1.0, 2.0)  # as many for methods that clip gradients by default, whose own rate lies there
 VALIDATION = 0.2
 HEADS = {"finetune_epochs": 10}  # passes of the fitted heads and of fine-tuning: 20 to 30 steps
 
@@ -43,6 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "apfl": {},
     "ifca": {},
     "pfl-mf": {},
+    "pfl-mf-adaptive": {},
     "fedara": {},
 }
 """The common set: methods with their own defaults, but for HEADS."""
@@ -87,6 +92,12 @@ CASES = [
 ]
 
 
+def rates_of(method: str) -> tuple[float, ...]:
+    """The learning rates a row chooses among."""
+    made = make(method)
+    return CLIPPED if isinstance(made, Training) and made.optimizer.clip is not None else RATES
+
+
 def measured(config: RunConfig) -> float | None:
     """The accuracy of a run, mean over clients; None if it diverged."""
     method, task, data = assemble(config)
@@ -109,7 +120,7 @@ class Book:
         """What a row reached at a seed, with the learning rate it chose."""
         name = _named(method, fields)
         row = self.kept.setdefault(name, {"validation": {}, "values": {}})
-        for lr in RATES:
+        for lr in rates_of(method):
             if f"{lr:g}" not in row["validation"]:
                 trial = self._config(method, fields, lr, 0)
                 trial = replace(
@@ -204,7 +215,14 @@ def main() -> None:
     def save() -> None:
         order = [done[c.name] for c in CASES if c.name in done]
         left = [c.name for c in CASES if c.name not in done]
-        told = {"seeds": [first, last], "rates": list(RATES), "cases": order, "not_run": left, "runs": kept["runs"]}
+        told = {
+            "seeds": [first, last],
+            "rates": list(RATES),
+            "clipped": list(CLIPPED),
+            "cases": order,
+            "not_run": left,
+            "runs": kept["runs"],
+        }
         write_atomic(chosen.out, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
     for case in CASES:

@@ -17,7 +17,7 @@ Rounds = Annotated[int | None, typer.Option("--rounds", help="Fewer or more roun
 
 
 def demo(out: Out = None, rounds: Rounds = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
-    """Compare seven methods on real digits: 40 clients in 4 groups that name the digits differently."""
+    """Compare nine methods on real digits: 40 clients in 4 groups that name the digits differently."""
     from fedspan.cli.compare import plan
     from fedspan.cli.running import run_all
     from fedspan.config import from_dict

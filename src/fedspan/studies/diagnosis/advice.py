@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from fedspan.data.federated import FederatedData
+from fedspan.errors import ConfigError
 from fedspan.learn.task import Task
-from fedspan.methods import METHODS
+from fedspan.method import Federation
+from fedspan.methods import make
 from fedspan.studies.diagnosis.fits import LinearFits, linear_fits
 from fedspan.studies.diagnosis.probes import FirstSteps, steps
 from fedspan.studies.diagnosis.statistics import Sample, Statistics, sample, statistics
@@ -30,12 +32,13 @@ ALONE = 0.02
 _MOSTLY = 0.5  # a gain of this share of what is explained at all: clients have little in common
 PASSES = 10  # over a client's examples, in which a head is fitted, or a model fine-tuned, before use
 
-# The order was settled on development seeds of experiments/diagnose/score.py.
+# The order was settled on development seeds of experiments/diagnose/score.py; that the adaptive form stands first on
+# groups, on those of experiments/adaptive/run.py.
 SUITED: dict[str, tuple[str, ...]] = {
     "none": ("fedavg", "fedavg-ft", "apfl"),
-    "label skew": ("fedavg-head", "fedavg-ft", "ditto"),
-    "permuted labels": ("fedavg-head", "fedara", "fedper"),
-    "clusters": ("fedavg-head", "pfl-mf", "ifca"),
+    "label skew": ("fedavg-head", "pfl-mf-adaptive", "fedavg-ft"),
+    "permuted labels": ("fedavg-head", "pfl-mf-adaptive", "fedara"),
+    "clusters": ("pfl-mf-adaptive", "fedavg-head", "pfl-mf"),
     "domain shift": ("fedavg", "fedavg-ft", "ditto"),
     "own relations": ("pfl-mf", "local", "ditto"),
 }
@@ -52,6 +55,7 @@ _WHY = {
     "fedper": "a common body under a head of one's own, which holds what the labels mean or how often they come",
     "fedara": "a common body held to anchors that all share, under a head of one's own",
     "pfl-mf": "finds the directions in which clients differ, and gives each a few coefficients",
+    "pfl-mf-adaptive": "finds by held-out losses how far clients' heads differ, and along which directions",
     "ifca": "one model per group, and each client finds its own",
     "local": "no exchange at all, as clients gain little from one another",
 }
@@ -142,8 +146,18 @@ def diagnose(task: Task, data: FederatedData) -> Diagnosis:
     found, probe, fits = statistics(seen, data.classes), steps(task, data, seen.ids), linear_fits(seen)
     kind, also = _kind(found, fits)
     groups = None if found.groups is None else int(np.unique(found.groups).size)
-    methods = tuple(m for m in _suited(kind, groups, fits, headed=bool(task.head and task.body)) if m in METHODS)
+    suited = _suited(kind, groups, fits, headed=bool(task.head and task.body))
+    methods = tuple(m for m in suited if _possible(m, task, data))
     return Diagnosis(kind, also, groups, _rank(kind, groups, probe, seen), methods, found, probe, seen, fits)
+
+
+def _possible(method: str, task: Task, data: FederatedData) -> bool:
+    """Whether the method takes this model and loss, e.g. a head that is one linear layer."""
+    try:
+        make(method).init_server(task, Federation(data.clients, 0, (None,) * data.clients, data.groups))
+    except ConfigError:
+        return False
+    return True
 
 
 def _suited(kind: str, groups: int | None, fits: LinearFits | None, headed: bool) -> tuple[str, ...]:
