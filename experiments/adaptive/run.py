@@ -8,6 +8,7 @@ Every row clips gradients to norm 1 and has no safeguard. A baseline has six tri
 which the mean over the development seeds chooses; FedPer and the oracle are also judged with a head fitted first, and
 the better of the two is theirs. IFCA is told the number of groups. pfl-mf-adaptive has its defaults everywhere. A run
 is kept in docs/adaptive as soon as it is known and is not repeated; `make docs` writes the reported table from there.
+Shakespeare's roles, where a run takes minutes, stand beside the rows and seeds that docs/natural keeps.
 """
 
 from __future__ import annotations
@@ -61,13 +62,34 @@ class Federation:
     """Whether more of it is better."""
     without: tuple[str, ...] = ()
     """Baselines that make no sense on it: with one linear layer there is no body to share."""
+    kept: str = ""
+    """The file of docs/natural whose rows and seeds it is shown beside, in place of baselines of its own."""
 
     @property
     def methods(self) -> list[str]:
         """The baselines it has: an oracle where every client belongs to one group, IFCA where there are groups."""
         single = any(kind in change for change in self.changes for kind in ("permuted-groups", "shifted-groups"))
+        if self.kept:
+            return []
         left_out = {*self.without, *(() if single else ("oracle",)), *(() if self.groups else ("ifca",))}
         return [m for m in BASELINES if m not in left_out]
+
+    def seeds(self, asked: Sequence[int]) -> list[int]:
+        """Its seeds: those that are asked for, or those of the rows it stands beside."""
+        return list(self._kept()["seeds"]) if self.kept else list(asked)
+
+    def kept_row(self, method: str) -> tuple[list[float], str] | None:
+        """The values and the step size that docs/natural keeps of a method."""
+        stored = self._kept()
+        values = next((r["values"][self.measure] for r in stored["rows"] if r["label"] == method), None)
+        given = next((r for r in stored["given"]["rows"] if r[0] == method), None)
+        if values is None or given is None:
+            return None
+        return self.points(values), str(given[stored["given"]["titles"].index("chosen")]).removeprefix("lr = ")
+
+    def _kept(self) -> dict[str, Any]:
+        text = (OUT.parents[1] / "natural" / f"{self.kept}.json").read_text(encoding="utf-8")
+        return dict(json.loads(text))
 
     @property
     def percent(self) -> bool:
@@ -106,6 +128,9 @@ FEDERATIONS = {
     ),
     "heart": Federation("heart hospitals", ("rounds=40",), "../natural/heart.toml"),
     "parkinsons": _linear("Parkinson's patients, rmse", "parkinsons.toml", "rmse", False),
+    "shakespeare": Federation(
+        "Shakespeare's roles, no clipping", file="../natural/shakespeare.toml", kept="shakespeare"
+    ),
     "school": _linear("schools, explained variance", "school.toml", "explained_variance", True),
 }
 
@@ -197,17 +222,25 @@ def gap(of: Federation, mine: Sequence[float], theirs: Sequence[float]) -> str:
     return f"{statistics.fmean(each):+.{of.digits}f} ± {half:.{of.digits}f}"
 
 
-def tables(known: Outcomes, federations: Sequence[str], seeds: Sequence[int]) -> list[str]:
+def tables(known: Outcomes, federations: Sequence[str], asked: Sequence[int]) -> list[str]:
     """One line per federation: means over seeds, the gap to the best simple baseline, what was found."""
     lines = [f"| federation | adaptive | {' | '.join(BASELINES)} | over the best of the first six | κ, τ, directions |"]
     lines.append("|---" * (len(BASELINES) + 4) + "|")
     for name in federations:
-        of, own = FEDERATIONS[name], known.of(name, ADAPTIVE, None, seeds)
+        of = FEDERATIONS[name]
+        seeds = of.seeds(asked)
+        own = known.of(name, ADAPTIVE, None, seeds)
         if len(own) < len(seeds) or any(r["value"] is None for r in own):
             continue
         mine = of.points([r["value"] for r in own])
         cells, best = [], None
         for method in BASELINES:
+            if of.kept:
+                kept = of.kept_row(method)
+                cells.append("–" if kept is None else f"{statistics.fmean(kept[0]):.{of.digits}f} ({kept[1]})")
+                if kept is not None and method in SIMPLE and (best is None or statistics.fmean(kept[0]) > best[0]):
+                    best = statistics.fmean(kept[0]), kept[0]
+                continue
             found = chosen(known, name, method) if method in of.methods else None
             rows = known.of(name, method, found[0], seeds) if found else []
             if method not in of.methods or found is None or len(rows) < len(seeds):
@@ -244,7 +277,7 @@ def main() -> None:
     known = Outcomes(asked.out)
     seeds = asked.seeds or (DEVELOPMENT if asked.command == "tune" else REPORTED)
     for name in asked.federations if asked.command != "show" else []:
-        for seed in seeds:
+        for seed in FEDERATIONS[name].seeds(seeds):
             known.run(name, ADAPTIVE, None, seed)
         for method in (m for m in FEDERATIONS[name].methods if m in asked.methods):
             best = chosen(known, name, method)
