@@ -73,6 +73,7 @@ def test_groups_are_named_by_the_names_of_their_clients() -> None:
 
 def test_a_claim_has_accuracies_of_named_groups_by_every_protocol() -> None:
     result = {**MADE, "measures": {"accuracy": {"mean": 0.4}}, "accuracy": {"last5": 0.3}}
+    result["bytes"] = {"up": 2_000_000, "down": 500_000, "announce": 250_000, "evaluate": 9, "names": {}}
     found = measured({200: result, 201: None})
     assert list(found)[:2] == ["accuracy", "accuracy_last5"]
     assert {k: v["200"] for k, v in found.items() if "flower" in k or "7_9" in k} == pytest.approx(
@@ -84,6 +85,7 @@ def test_a_claim_has_accuracies_of_named_groups_by_every_protocol() -> None:
         }
     )
     assert found["accuracy_7_9"]["201"] is None
+    assert found["megabytes"] == {"200": 2.75, "201": None}
 
 
 def test_a_table_has_a_column_for_each_named_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
