@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -280,14 +280,30 @@ def test_bytes_are_those_of_the_run(here: Path, method: str) -> None:
     assert method in call("bytes", "exp.toml", f"method.name={method}").stdout
 
 
+def _nonzero_shares(total: Callable[..., int], where: tuple[str, ...]) -> None:
+    """What is sent sparse is counted at a share of non-zeros: by a published rule without where they are."""
+    beta = "factorized-fl-beta"
+    rest, mu = 88 + 2_944 + 270_528, 2_565_824  # u, affine and v below the head; all entries of μ there
+    assert total(beta, "published", {"up": 1, "down": 1}) == 80 * 99 * (rest + mu + 2_952)
+    assert total(beta, "published", {"up": 0, "down": 1}) == 80 * (99 * (rest + 2_952) + 49 * mu)
+    assert total(beta, "own", {"up": 0, "down": 0}) == 80 * 100 * rest
+    assert total(beta, "own", {"up": 1, "down": 1}) == 20 * 50 * 2 * (4 * (rest + mu) + mu // 8)  # beside a bitmap
+    said = call("bytes", *where, f"method.name={beta}", "--rule", "published", "--nonzero", "0.25")
+    assert "25 % up, 25 % down" in said.stderr and "depends on the data" not in said.stdout
+    few = total(beta, "published", {"up": 0.25, "down": 0.25})
+    assert f"{few:,}" in said.stdout and few == pytest.approx(80 * 99 * (rest + mu / 4 + 2_952), rel=1e-6)
+    for wrong in ("1.5", "a", "0.1,0.2,0.3", "nan"):
+        assert "--nonzero takes a share from 0 to 1" in failing("bytes", *where, "--nonzero", wrong)
+
+
 def test_bytes_of_factorized_fl_as_published_and_as_they_travel(here: Path) -> None:
     from fedspan.cli.bytes import count, find_rule
 
     exp = Path(__file__).parents[2] / "experiments" / "factorized-fl-bytes.toml"
 
-    def total(method: str, rule: str) -> int:
+    def total(method: str, rule: str, nonzero: dict[str, float] | None = None) -> int:
         config = load_config(exp, [f"method.name={method}", f"data.root={here}"]).resolve()  # where no data are
-        found = count(config, find_rule(rule, method))[1]
+        found = count(config, find_rule(rule, method), nonzero)[1]
         assert found.made_up
         return sum(v for v in found.run.values() if v is not None)
 
@@ -298,8 +314,16 @@ def test_bytes_of_factorized_fl_as_published_and_as_they_travel(here: Path) -> N
     assert total("factorized-fl-alpha", "published") == 80 * (50 * (up + 2_952) + 49 * (down + 2_952))  # 0.31 GB
     assert total("factorized-fl-alpha", "own") == 80 * 50 * (up + down)  # 0.29 GB
     where = (str(exp), f"data.root={here}")
+    # M = 5 others' models and the client's own, charged both ways, are what the table prints; no other numbers are.
+    assert total("fedfomo", "published") == 6 * total("fedavg", "published")
+    assert total("fedfomo", "own") == 20 * 50 * (6 * 4 * (2_574_290 - 2_952) + 4 * 5)  # one up, five down
+    model = 20 * 4 * 2_574_290
+    fitting = [(a, b) for a in range(30) for b in range(30) if abs((50 * a + 49 * b) * model / 1e9 - 122.33) < 0.005]
+    assert fitting == [(6, 6)]
+    assert "both ways are charged" in call("bytes", *where, "--rule", "published", "method.name=fedfomo").stderr
     assert "20.39 GB" in call("bytes", *where, "--rule", "published", "method.name=fedavg").stdout
     assert "depends on the data" in call("bytes", *where, "model.width=4", "method.name=factorized-fl-beta").stdout
+    _nonzero_shares(total, where)
     said = failing("bytes", *where, "--rule", "published", "method.name=fedrep")
     assert "no paper's rule speaks of method 'fedrep'" in said
     assert "--rule must be own" in failing("bytes", *where, "--rule", "mine")

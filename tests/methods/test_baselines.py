@@ -282,6 +282,27 @@ def test_fedfomo_without_models_is_local_on_what_is_not_held_out(mapping: str) -
     assert a.record.progress.totals["down"] == 0
 
 
+@pytest.mark.parametrize(("kind", "mapping", "workers"), [("mlp", "loop", 1), ("mlp", "vmap", 1), ("mlp", "folded", 1),
+                         ("mlp", "auto", 2), ("batchnorm", "loop", 1)])  # fmt: skip
+def test_fedfomo_never_trains_on_what_it_judges_models_by(kind: str, mapping: str, workers: int) -> None:
+    """Other examples in the held-out part leave a client's own training as it was; in the other part they do not."""
+    data, task = make_data(kind), make_task(kind)
+    parts = held_out(data, 0.2, 5)
+
+    def trained(part: str | None) -> list[Tree]:
+        x = data.x.clone()
+        if part is not None:
+            x[np.concatenate([p[part] for p in parts])] += 1.0
+        settings = Settings(batch_size=8, workers=workers, precision="float64", mapping=mapping)
+        sim = Simulation(FedFomo(models=0, lr=0.1), task, replace(data, x=x), rounds=2, seed=5, settings=settings)
+        sim.run()
+        return [{k: sim.record.row(i)["theta"][k] for k in task.names} for i in range(data.clients)]
+
+    plain, held, rest = (trained(part) for part in (None, "held", "rest"))
+    assert all(torch.equal(tree.ravel(a), tree.ravel(b)) for a, b in zip(plain, held))
+    assert not any(torch.equal(tree.ravel(a), tree.ravel(b)) for a, b in zip(plain, rest))
+
+
 def test_a_lone_example_is_trained_on_and_held_out() -> None:
     plan = {"t": Epochs(1), "v": Validation(0.2)}
     got = draw(np.array([4]), np.empty(0, np.int64), plan, seed=0, round=1, client=0, batch_size=8, epochs=1)

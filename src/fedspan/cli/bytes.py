@@ -12,6 +12,8 @@ from fedspan.cli.console import note, say, show, size, table
 from fedspan.cli.run import Experiment, Overrides
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fedspan.config import RunConfig
     from fedspan.data.federated import FederatedData
     from fedspan.learn.task import Task
@@ -25,6 +27,15 @@ Rule = Annotated[
         "--rule", help="own: what really travels. published: as the method's paper, or a paper by name, counts."
     ),
 ]
+NonZero = Annotated[
+    str,
+    typer.Option(
+        "--nonzero",
+        help="Share of entries that are not zero in what is sent sparse, e.g. 0.6, or up and down 0.6,1.",
+        show_default=False,
+    ),
+]
+BOTH = ("up", "down")
 
 
 @dataclass(frozen=True)
@@ -37,14 +48,15 @@ class Traffic:
     made_up: str = ""
 
 
-def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own") -> None:
+def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own", nonzero: NonZero = "") -> None:
     """Count the bytes of one client's round and of the whole run, up and down, without training."""
     from fedspan.config import load_config
     from fedspan.method import Abilities, Announces
 
     config = load_config(exp, overrides or []).resolve()
     published = find_rule(rule, config.method["name"])
-    method, found = count(config, published)
+    shares = _shares(nonzero)
+    method, found = count(config, published, shares)
     rows = []
     for capacity, directions in found.per_capacity.items():
         label = "all clients" if capacity is None else f"{capacity} ({found.clients[capacity]} clients)"
@@ -57,7 +69,10 @@ def bytes_(exp: Experiment, overrides: Overrides = None, rule: Rule = "own") -> 
     together = _sum([found.run["up"], found.run["down"]])
     say(f"Together: {_shown(together)}.")
     if published is not None:
-        note(f"Counted as {published.paper} do: {published.words}.")
+        note(f"Counted as {published.paper} do: {published.said_of(config.method['name'])}.")
+    if shares:
+        said = ", ".join(f"{100 * v:g} % {k}" for k, v in shares.items())
+        note(f"Counted as if so many entries of what is sent sparse were not zero: {said}.")
     if found.made_up:
         note(f"Counted on made-up examples of the data's shape: {found.made_up}")
     able = Abilities(method)
@@ -91,8 +106,31 @@ def find_rule(rule: str, method: str) -> ByteRule | None:
     raise ConfigError(f"bytes: {whose} speaks of method '{method}'; use --rule own.")
 
 
-def count(config: RunConfig, rule: ByteRule | None = None) -> tuple[Method, Traffic]:
-    """Run one client of each capacity on two examples, and count what it received and sent."""
+def _shares(text: str) -> dict[str, float]:
+    """The shares of `--nonzero` by direction; one number is for both, none leaves open what depends on values."""
+    from fedspan.cli.console import listed
+    from fedspan.errors import ConfigError
+
+    parts = listed(text)
+    try:
+        values = [float(part) for part in parts]
+    except ValueError:
+        values = [-1.0]
+    if len(values) > len(BOTH) or not all(0 <= v <= 1 for v in values):
+        raise ConfigError(
+            f"bytes: --nonzero takes a share from 0 to 1, or two, up and down, e.g. 0.6,1. Got {text[:60]!r}."
+        )
+    return dict(zip(BOTH, values * len(BOTH) if len(values) == 1 else values))
+
+
+def count(
+    config: RunConfig, rule: ByteRule | None = None, nonzero: Mapping[str, float] | None = None
+) -> tuple[Method, Traffic]:
+    """Run one client of each capacity on two examples, and count what it received and sent.
+
+    Args:
+        nonzero: by direction, up and down, the share of entries that are not zero in what is sent sparse.
+    """
     from fedspan import wire
     from fedspan.cli.probe import probe
     from fedspan.method import Abilities
@@ -106,6 +144,7 @@ def count(config: RunConfig, rule: ByteRule | None = None) -> tuple[Method, Traf
     # Half precision has a fixed size; what other codecs make of a tensor depends on its values.
     open_ = {k for k, codec in able.coded.codecs(1).items() if not isinstance(codec, wire.Half)}
     half = able.coded.codecs(1).keys() - open_
+    sparse = {k for k in open_ if isinstance(able.coded.codecs(1)[k], wire.Sparse)} if nonzero else set()
     per: dict[Any, dict[str, dict[str, int | None]]] = {}
     for capacity in sorted(set(capacities), key=str):
         payload = probe(method, task, tiny, capacities.index(capacity), batch=2)
@@ -116,8 +155,13 @@ def count(config: RunConfig, rule: ByteRule | None = None) -> tuple[Method, Traf
                 tree, {k: wire.roundtrip({k: tree[k]}, able.coded.codecs(1))[1][k] for k in half & tree.keys()}
             )
             found = {k: None if k in open_ else v for k, v in sizes.items()}
+            for k in sparse & tree.keys():
+                assert nonzero
+                found[k] = _sparse({k: tree[k]}, nonzero[direction], indices=rule is None)
             if rule is not None and rule.trained_only:
                 per[capacity][direction] = _trained(up)
+            elif rule is not None and config.method["name"] in rule.both_ways:
+                per[capacity][direction] = _own_and_received(task, up, down)
             else:
                 per[capacity][direction] = found if rule is None else found | _buffers(task, tree)
     if rule is not None and rule.trained_only:
@@ -159,6 +203,34 @@ def _buffers(task: Task, payload: Tree) -> dict[str, int | None]:
     total = sum(t.numel() for k, t in task.module.state_dict().items() if k not in parameters)
     sent = sum(t.numel() for k, t in tree.items(payload) if is_statistic(k))
     return {"buffers": 4 * (total - sent)} if tree.leaves(payload) and total > sent else {}
+
+
+def _sparse(payload: Tree, share: float, *, indices: bool) -> int:
+    """Bytes of a payload's non-zeros where that share of each tensor's entries is one; where they are, if asked."""
+    import torch
+
+    from fedspan import tree, wire
+
+    total = 0
+    for t in tree.leaves(payload):
+        made = torch.zeros(t.numel(), dtype=t.dtype)
+        made[: round(share * t.numel())] = 1
+        total += int(wire.Sparse().roundtrip(made)[1]) if indices else int(made.sum()) * t.element_size()
+    return total
+
+
+def _own_and_received(task: Task, up: Tree, down: Tree) -> dict[str, int | None]:
+    """Bytes of a client's own model and of all that it receives, with the buffers of each; by name."""
+    from fedspan import tree
+
+    sizes: dict[str, int | None] = {}
+    for name in up.keys() & down.keys():
+        own, others = (tree.leaves({name: payload[name]}) for payload in (up, down))
+        models = 1 + sum(t.numel() for t in others) // sum(t.numel() for t in own)
+        sizes[name] = sum(t.numel() * t.element_size() for t in (*own, *others))
+        for k, one in _buffers(task, {name: up[name]}).items():
+            sizes[k] = models * (one or 0)
+    return sizes
 
 
 def assembled(config: RunConfig) -> tuple[Method, Task, FederatedData, str]:

@@ -11,6 +11,8 @@ from fedspan.cli.theory import perform as perform_theory
 from fedspan.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from fedspan.config import RunConfig
+    from fedspan.methods.byte_rules import ByteRule
     from fedspan.studies.claims import Claim
     from fedspan.studies.theory.outcome import Outcome
 
@@ -54,20 +56,62 @@ def _hessian_rank(claim: Claim) -> Numbers:
 
 
 def _bytes(claim: Claim) -> Numbers:
-    """Bytes of whole runs, up, down and together, by row, as the paper counts (`rule`) or as they travel."""
+    """Bytes of whole runs, up, down and together, by row, as the paper counts (`rule`) or as they travel.
+
+    Options: `rule`, and `rules` for rows that are counted otherwise; `printed`, the paper's gigabytes of rows that send
+    something sparse, from which `implied_zeros` follow.
+    """
     from fedspan.cli.bytes import count, find_rule
     from fedspan.studies.claims.fair_play import config_of
 
     assert claim.check is not None
-    rule = str(claim.check.options.get("rule", "own"))
+    options = claim.check.options
     out: dict[str, Any] = {}
     for row in claim.rows:
         config = config_of(claim, row, {}, claim.seeds[0])
-        traffic = count(config, find_rule(rule, row.method))[1].run
+        rule = find_rule(str(options.get("rules", {}).get(row.name, options.get("rule", "own"))), row.method)
+        traffic = count(config, rule)[1].run
         if None not in traffic.values():
-            sent = {k: v for k, v in traffic.items() if v is not None}
-            out[row.name] = {**sent, "together": sum(sent.values()), "gigabytes": sum(sent.values()) / 1e9}
+            out[row.name] = _totals(traffic)
+        elif "printed" in options:
+            out[row.name] = implied_zeros(config, rule, float(options["printed"]))
     return out
+
+
+def _totals(traffic: Mapping[str, int | None]) -> dict[str, float]:
+    sent = {k: v for k, v in traffic.items() if v is not None}
+    return {**sent, "together": sum(sent.values()), "gigabytes": sum(sent.values()) / 1e9}
+
+
+def implied_zeros(config: RunConfig, rule: ByteRule | None, printed: float) -> Numbers:
+    """What printed gigabytes say of how many entries are not zero in what a method sends sparse.
+
+    `none` and `all` are the bytes if no entry or every entry is sent; `share` is that of both ways alike, `share_up`
+    that of uploads if averages hold every entry, and `millions_up` the numbers of such an upload.
+    """
+    from fedspan.cli.bytes import count
+
+    def total(up: float, down: float) -> dict[str, float]:
+        return _totals(count(config, rule, {"up": up, "down": down})[1].run)
+
+    least, full, half = total(0, 0), total(1, 1), total(0, 1)
+    share = (printed - least["gigabytes"]) / (full["gigabytes"] - least["gigabytes"])
+    up = (printed - half["gigabytes"]) / (full["gigabytes"] - half["gigabytes"])
+    if not (0 <= share <= 1 and 0 <= up <= 1):
+        raise ConfigError(
+            f"claims: printed must lie between {half['gigabytes']:.3g} and {full['gigabytes']:.3g} GB, the bytes with"
+            f" none and with all of what is sent sparse in an upload. Got {printed:g}."
+        )
+    found = total(up, 1)
+    uploads = config.rounds * config.train.participation * (config.partition.clients or 1)
+    return {
+        "none": least,
+        "all": full,
+        "share": share,
+        "share_up": up,
+        "millions_up": found["up"] / uploads / 4e6,
+        "travels": _totals(count(config, None, {"up": up, "down": 1})[1].run),
+    }
 
 
 def _parameters(claim: Claim) -> Numbers:

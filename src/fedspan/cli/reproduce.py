@@ -134,10 +134,10 @@ def _facts(result: Result) -> str:
 def _write(
     where: Path, experiment: PaperExperiment, said: Sequence[str], outcomes: Sequence[RowOutcome], everything: bool
 ) -> None:
-    from fedspan.studies.papers import cells, to_csv, to_json, to_markdown
+    from fedspan.studies.papers import to_csv, to_json, to_markdown
 
     where.mkdir(parents=True, exist_ok=True)
-    write_atomic(where / "table.md", to_markdown(experiment, said, cells(experiment, outcomes, everything)))
+    write_atomic(where / "table.md", to_markdown(experiment, said, outcomes, everything))
     write_atomic(where / "table.csv", to_csv(experiment, outcomes))
     write_atomic(
         where / "result.json", json.dumps(to_json(experiment, said, outcomes), indent=1, allow_nan=False) + "\n"
@@ -145,9 +145,10 @@ def _write(
 
 
 def _conclude(where: Path, experiment: PaperExperiment, outcomes: Sequence[RowOutcome], everything: bool) -> None:
-    from fedspan.studies.papers import RIGHT, TITLES, cells
+    from fedspan.studies.papers import cells, right, titles
 
-    show(table(TITLES, cells(experiment, outcomes, everything), right=RIGHT))
+    shown = titles(outcomes)
+    show(table(shown, cells(experiment, outcomes, everything), right=right(shown)))
     if experiment.quickened:
         note("quick: not comparable with the paper.")
     say(f"Table: {where / 'table.md'}, {where / 'table.csv'}; everything: {where / 'result.json'}")

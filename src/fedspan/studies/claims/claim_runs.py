@@ -27,6 +27,7 @@ from fedspan.studies.claims.outcome_file import ClaimOutcome, RowEffort, verdict
 from fedspan.studies.claims.step_search import ChosenStep, choose_step, confirm_step
 from fedspan.studies.claims.verdict import EXACT
 from fedspan.studies.papers.experiment_file import slug
+from fedspan.studies.papers.group_figures import group_measures
 from fedspan.studies.tuning.effort import steps_of
 from fedspan.studies.tuning.search import trial_config
 
@@ -169,7 +170,10 @@ def reported_jobs(claim: Claim, row: ClaimRow, lr: float | None) -> dict[str, li
 
 
 def measured(results: Mapping[int, Result | None]) -> dict[str, dict[str, float | None]]:
-    """measure → seed → value: the mean over clients of every measure, and accuracy by other protocols."""
+    """measure → seed → value: means over clients, accuracy by other protocols and named groups, what all clients sent.
+
+    `megabytes` are those of the whole run, up, down and announced.
+    """
     names: dict[str, None] = {"accuracy": None} if all(r is None for r in results.values()) else {}
     of: dict[int, dict[str, float]] = {}
     for seed, result in results.items():
@@ -178,6 +182,8 @@ def measured(results: Mapping[int, Result | None]) -> dict[str, dict[str, float 
         found = {k: v["mean"] for k, v in result["measures"].items() if v.get("mean") is not None}
         others = {k: result["accuracy"].get(k) for k in ("weighted", "last5", "best", "p10")}
         found |= {f"accuracy_{k}": v for k, v in others.items() if v is not None}
+        found |= group_measures(result)
+        found["megabytes"] = sum(result["bytes"][way] for way in ("up", "down", "announce")) / 1e6
         of[seed] = found
         names |= dict.fromkeys(found)
     return {name: {str(seed): of.get(seed, {}).get(name) for seed in results} for name in names}

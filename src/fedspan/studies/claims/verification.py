@@ -87,7 +87,7 @@ def _verified(claim: Claim, state: State, says: str) -> Verified:
 
 
 def again(claim: Claim, outcome: ClaimOutcome, run: Runner, check: Checker) -> dict[str, object]:
-    """The figures of an outcome, computed anew; trials are not repeated."""
+    """The figures of an outcome, computed anew; trials are not repeated, and measures it has not are left out."""
     if claim.check is not None:
         return dict(check_figures(claim, check(claim)))
     figures: dict[str, object] = {}
@@ -95,10 +95,16 @@ def again(claim: Claim, outcome: ClaimOutcome, run: Runner, check: Checker) -> d
         told = outcome.effort.get(row.name)
         columns = reported_jobs(claim, row, None if told is None else told.lr)
         found = {column: measured({j.config.seed: run(j) for j in jobs}) for column, jobs in columns.items()}
-        figures[row.name] = {
-            k: found.get(k, outcome.figures[row.name][k]) for k in outcome.figures.get(row.name, found)
-        }
+        stored = outcome.figures.get(row.name)
+        figures[row.name] = (
+            found if stored is None else {k: _known(found[k], f) if k in found else f for k, f in stored.items()}
+        )
     return figures
+
+
+def _known(found: Mapping[str, object], stored: Mapping[str, object]) -> dict[str, object]:
+    """Those measures that were stored: a newer version may have more."""
+    return {k: v for k, v in found.items() if k in stored}
 
 
 def inside(claim: Claim, outcome: ClaimOutcome, figures: object) -> bool:

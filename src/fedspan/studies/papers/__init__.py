@@ -1,7 +1,7 @@
 """Published tables run again: experiment files that carry the paper's figures, their grids, and the comparison."""
 
 from fedspan.studies.papers.experiment_file import PaperExperiment, PaperRow, available, load_experiment
-from fedspan.studies.papers.paper_tables import RIGHT, TITLES, cells, describe, to_csv, to_json, to_markdown
+from fedspan.studies.papers.paper_tables import cells, describe, right, titles, to_csv, to_json, to_markdown
 from fedspan.studies.papers.step_sizes import (
     PaperJob,
     Result,
@@ -14,8 +14,6 @@ from fedspan.studies.papers.step_sizes import (
 )
 
 __all__ = [
-    "RIGHT",
-    "TITLES",
     "PaperExperiment",
     "PaperJob",
     "PaperRow",
@@ -29,6 +27,8 @@ __all__ = [
     "finals",
     "load_experiment",
     "reproduce_row",
+    "right",
+    "titles",
     "to_csv",
     "to_json",
     "to_markdown",

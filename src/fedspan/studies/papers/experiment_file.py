@@ -24,6 +24,10 @@ class Paper:
     columns: tuple[str, ...] = ()
     remarks: str = ""
     values: dict[str, list[float]] = field(default_factory=dict)
+    groups: tuple[str, ...] = ()
+    """The named groups of clients that it prints figures of, as the partition calls them."""
+    group_values: dict[str, list[float]] = field(default_factory=dict)
+    """By row, a figure for each of `groups`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ from fedspan.studies.papers.experiment_file import PaperExperiment
 from fedspan.studies.papers.step_sizes import RowOutcome
 
 TITLES = ("row", "paper %", "ours %", "difference", "lr chosen", "MB up", "MB down", "seconds per run")
-RIGHT = tuple(k for k, title in enumerate(TITLES) if title not in ("row", "lr chosen"))
-"""The columns of numbers."""
+AFTER = TITLES.index("difference") + 1
+"""Where the columns of named groups of clients stand."""
 NOT_HERE = "not here yet"
 
 
@@ -42,6 +43,8 @@ def describe(experiment: PaperExperiment, config: RunConfig, seeds: int, tuned: 
             f" {config.seed}){rounds}; * marks one at the edge of its grid"
         )
     lines.append(f"{steps}. Ours: mean over clients at the last round, {_over(seeds, experiment.first_seed)}.")
+    if paper.groups:
+        lines.append(f"{', '.join(paper.groups)}: ours over the clients of that group, in brackets the paper's.")
     return lines
 
 
@@ -53,20 +56,59 @@ def _over(seeds: int, first: int | None) -> str:
     return f"then mean ± standard deviation over {which}"
 
 
+def groups_of(outcomes: Sequence[RowOutcome]) -> list[str]:
+    """The named groups of clients that any row has figures of."""
+    return list(dict.fromkeys(name for o in outcomes for name in o.groups))
+
+
+def titles(outcomes: Sequence[RowOutcome]) -> tuple[str, ...]:
+    """The titles of the columns: `TITLES`, and beside ours one for each named group of clients."""
+    return (*TITLES[:AFTER], *(f"{name} %" for name in groups_of(outcomes)), *TITLES[AFTER:])
+
+
+def right(shown: Sequence[str]) -> tuple[int, ...]:
+    """The columns of numbers."""
+    return tuple(k for k, title in enumerate(shown) if title not in ("row", "lr chosen"))
+
+
 def cells(experiment: PaperExperiment, outcomes: Sequence[RowOutcome], everything: bool) -> list[tuple[str, ...]]:
-    """The cells of the table in the order of `TITLES`; `everything` adds what the paper has and fedspan has not."""
+    """The cells of the table in the order of `titles`; `everything` adds what the paper has and fedspan has not."""
+    groups = groups_of(outcomes)
     rows: list[tuple[str, ...]] = [
         (
-            *(o.row.label, _paper(experiment, o.row.paper), _ours(o), _difference(experiment, o), _lr(o)),
-            *(_number(v) for v in (o.megabytes_up, o.megabytes_down, o.seconds)),
+            *(o.row.label, _paper(experiment, o.row.paper), _ours(o), _difference(experiment, o)),
+            *(_group(experiment, o, name) for name in groups),
+            *(_lr(o), *(_number(v) for v in (o.megabytes_up, o.megabytes_down, o.seconds))),
         )
         for o in outcomes
     ]
     if everything:
         rows += [
-            (label, _paper(experiment, label), NOT_HERE, *[""] * (len(TITLES) - 3)) for label in experiment.missing
+            (label, _paper(experiment, label), NOT_HERE, *[""] * (len(TITLES) + len(groups) - 3))
+            for label in experiment.missing
         ]
     return rows
+
+
+def _group(experiment: PaperExperiment, o: RowOutcome, name: str) -> str:
+    """Our figure of a group, and in brackets the paper's."""
+    values, printed = o.groups.get(name), _printed(experiment, o, name)
+    ours = "" if values is None else _percent(statistics.fmean(values), _spread(values))
+    return ours if printed is None else f"{ours} ({printed:.2f})".strip()
+
+
+def _printed(experiment: PaperExperiment, o: RowOutcome, name: str) -> float | None:
+    paper = experiment.paper
+    figures = paper.group_values.get(o.row.paper or "", [])
+    return dict(zip(paper.groups, figures)).get(name)
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _percent(mean: float, spread: float | None) -> str:
+    return f"{100 * mean:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}")
 
 
 def _paper(experiment: PaperExperiment, name: str | None) -> str:
@@ -81,7 +123,7 @@ def _ours(o: RowOutcome) -> str:
         return "diverged"
     if o.mean is None:
         return f"diverged ({o.diverged} of {len(o.tests)} seeds)"
-    return f"{100 * o.mean:.2f}" + ("" if o.std is None else f" ± {100 * o.std:.2f}")
+    return _percent(o.mean, o.std)
 
 
 def _lr(o: RowOutcome) -> str:
@@ -105,25 +147,29 @@ def _difference(experiment: PaperExperiment, o: RowOutcome) -> str:
     return "" if gap is None else f"{gap:+.2f}"
 
 
-def to_markdown(experiment: PaperExperiment, said: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown page: what was run, and the table."""
+def to_markdown(
+    experiment: PaperExperiment, said: Sequence[str], outcomes: Sequence[RowOutcome], everything: bool
+) -> str:
+    """A Markdown page: what was run, and the table; `everything` as for `cells`."""
+    shown, rows = titles(outcomes), cells(experiment, outcomes, everything)
 
     def line(texts: Sequence[str]) -> str:
         clean = [html.escape(t, quote=False).replace("\\", "\\\\").replace("|", "\\|") for t in texts]
         return f"| {' | '.join(clean)} |\n"
 
-    head = line(TITLES) + line(["--:" if k in RIGHT else ":--" for k in range(len(TITLES))])
+    head = line(shown) + line(["--:" if k in right(shown) else ":--" for k in range(len(shown))])
     said = [html.escape(s, quote=False).replace("*", "\\*") for s in said]
     return f"# {experiment.name}\n\n" + "\n\n".join(said) + "\n\n" + head + "".join(line(r) for r in rows)
 
 
 def to_csv(experiment: PaperExperiment, outcomes: Sequence[RowOutcome]) -> str:
     """CSV in percent with full precision, one line per row that was run; empty where there is no value."""
-    out = io.StringIO()
+    out, groups = io.StringIO(), groups_of(outcomes)
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
         ["row", "method", "fields", "paper", "paper_spread", "ours", "std_over_seeds", "weighted_by_examples"]
         + ["seeds", "diverged_seeds", "lr", "rule", "mb_up", "mb_down", "seconds_per_run", "difference"]
+        + [f"ours: {_safe(name)}" for name in groups]
     )
     for o in outcomes:
         figure = experiment.paper.values[o.row.paper] if o.row.paper else []
@@ -134,11 +180,16 @@ def to_csv(experiment: PaperExperiment, outcomes: Sequence[RowOutcome]) -> str:
         numbers = [*(figure + [None, None])[:2], *ours, len(o.tests), o.diverged]
         chosen = [None, ""] if o.chosen is None else [o.chosen.lr, _pairs(o.chosen.rule)]
         words = [o.row.label, o.row.method, _pairs(o.row.fields)]
-        # A spreadsheet would run a cell that starts like a formula.
-        words = ["'" + w if w[:1] in ("=", "+", "-", "@") else w for w in words]
+        words = [_safe(w) for w in words]
         last = [o.megabytes_up, o.megabytes_down, o.seconds, _gap(experiment, o)]
+        last += [100 * statistics.fmean(o.groups[name]) if name in o.groups else None for name in groups]
         writer.writerow(["" if v is None else v for v in (*words, *numbers, *chosen, *last)])
     return out.getvalue()
+
+
+def _safe(text: str) -> str:
+    """A cell that no spreadsheet runs, as it would one that starts like a formula."""
+    return "'" + text if text[:1] in ("=", "+", "-", "@") else text
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -168,6 +219,14 @@ def to_json(experiment: PaperExperiment, said: Sequence[str], outcomes: Sequence
             "megabytes_down": o.megabytes_down,
             "seconds_per_run": o.seconds,
             "difference": _gap(experiment, o),
+            "groups": {
+                name: {
+                    "mean": statistics.fmean(v),
+                    "std_over_seeds": _spread(v),
+                    "paper": _printed(experiment, o, name),
+                }
+                for name, v in o.groups.items()
+            },
             "validation": [
                 {"lr": j.lr, "rule": dict(j.rule), "accuracy": v, "directory": j.folder.as_posix()} for j, v in o.tried
             ],

@@ -1,6 +1,7 @@
 """Reading experiment files with a paper's figures: an ordinary experiment plus five sections of their own.
 
-[paper]    title, reference, table, columns, remarks; [paper.values]: percent as printed, [mean, ±] or [mean]
+[paper]    title, reference, table, columns, remarks; [paper.values]: percent as printed, [mean, ±] or [mean]; perhaps
+           groups, names of groups of clients with figures of their own, and [paper.group_values] with one for each
 [grid]     lr = the learning rates that every row may choose from
 [runs]     seeds, first_seed (of the tests; default: the file's seed, on which learning rates are chosen), validation
            (fraction for choosing), tuning_rounds (default: all rounds)
@@ -79,6 +80,12 @@ def parse(raw: bytes | str, name: str) -> PaperExperiment:
     for label, figures in paper.values.items():
         if len(figures) not in (1, 2):
             raise ConfigError(f"Reproduce: the figure of '{label[:60]}' must be [mean, ±] or [mean]. Got {figures}.")
+    for label, figures in paper.group_values.items():
+        if label not in paper.values or len(figures) != len(paper.groups):
+            raise ConfigError(
+                f"Reproduce: [paper.group_values] must have a figure for each of {len(paper.groups)} groups and for"
+                f" rows of [paper.values]. Got {len(figures)} for '{label[:60]}'."
+            )
     rows = tuple(row for line in lines for row in _rows(line, grid.lr, paper))
     slugs = [row.slug for row in rows]
     if not 0 < len(rows) <= MOST_ROWS or len(set(slugs)) < len(slugs) or not all(slugs):

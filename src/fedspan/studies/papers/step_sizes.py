@@ -14,6 +14,7 @@ from typing import Any
 from fedspan.config import RunConfig, from_dict
 from fedspan.errors import ConfigError
 from fedspan.studies.papers.experiment_file import PaperExperiment, PaperRow, copied, put
+from fedspan.studies.papers.group_figures import by_group
 from fedspan.studies.tuning.seeds import check_development
 
 Result = Mapping[str, Any]
@@ -77,6 +78,14 @@ class RowOutcome:
     def std(self) -> float | None:
         """Sample standard deviation over seeds; None for one seed."""
         return statistics.stdev(self.accuracies) if self.mean is not None and len(self.tests) > 1 else None
+
+    @property
+    def groups(self) -> dict[str, list[float]]:
+        """Mean accuracy over the clients of each named group, one per seed; none if any seed diverged."""
+        if self.mean is None:
+            return {}
+        found = [by_group(result) for _, result in self.tests if result is not None]
+        return {name: [f[name] for f in found] for name in found[0] if all(name in f for f in found)}
 
     @property
     def seconds(self) -> float | None:
