@@ -12,7 +12,7 @@ from typing import Literal
 from fedspan.learn import accelerator
 from fedspan.randomness import generator
 from fedspan.simulation.environment import versions
-from fedspan.studies.claims.claim_file import Claim
+from fedspan.studies.claims.claim_file import SECONDS, Claim
 from fedspan.studies.claims.claim_runs import (
     Checker,
     Runner,
@@ -87,7 +87,7 @@ def _verified(claim: Claim, state: State, says: str) -> Verified:
 
 
 def again(claim: Claim, outcome: ClaimOutcome, run: Runner, check: Checker) -> dict[str, object]:
-    """The figures of an outcome, computed anew; trials are not repeated."""
+    """The figures of an outcome, computed anew; trials are not repeated, and times of rounds are taken over."""
     if claim.check is not None:
         return dict(check_figures(claim, check(claim)))
     figures: dict[str, object] = {}
@@ -95,10 +95,14 @@ def again(claim: Claim, outcome: ClaimOutcome, run: Runner, check: Checker) -> d
         told = outcome.effort.get(row.name)
         columns = reported_jobs(claim, row, None if told is None else told.lr)
         found = {column: measured({j.config.seed: run(j) for j in jobs}) for column, jobs in columns.items()}
-        figures[row.name] = {
-            k: found.get(k, outcome.figures[row.name][k]) for k in outcome.figures.get(row.name, found)
-        }
+        stored = outcome.figures.get(row.name, {})
+        figures[row.name] = {k: found.get(k, stored[k]) | _times(stored[k]) for k in stored} if stored else found
     return figures
+
+
+def _times(measures: Mapping[str, Mapping[str, float | None]]) -> dict[str, dict[str, float | None]]:
+    """The times of rounds among the measures of a column: nobody can compute them again."""
+    return {name: dict(values) for name, values in measures.items() if name == SECONDS}
 
 
 def inside(claim: Claim, outcome: ClaimOutcome, figures: object) -> bool:
