@@ -1,6 +1,7 @@
 """Write the reference pages and the README's table of methods from the code: `python docs/generate.py`, or `make docs`.
 
-With `--check` nothing is written; it names the pages that differ from what would be written and ends with 1.
+Pictures of claims are drawn where their figures have changed. With `--check` nothing is written; it names the pages
+that differ from what would be written, pictures of other figures, and ends with 1.
 """
 
 from __future__ import annotations
@@ -352,6 +353,7 @@ def claims_of(paper: str) -> str:
     from fedspan.studies.claims import catalogue
     from fedspan.studies.claims.claim_file import papers
     from fedspan.studies.claims.claim_pages import effort_table, figure_table, test_table
+    from fedspan.studies.claims.claim_pictures import pictures_of
 
     about = papers()[paper]
     parts: list[list[str]] = [
@@ -373,6 +375,8 @@ def claims_of(paper: str) -> str:
         for made in (test_table(claim, decision), figure_table(claim, outcome), effort_table(claim, outcome)):
             if made is not None:
                 lines += ["", *table(made.titles, made.rows)]
+        for picture in pictures_of(claim, outcome):
+            lines += ["", f"![{cell(picture.words)}](claims/{picture.file})"]
         lines += ["", *provenance(claim, outcome)]
         parts.append(lines)
     return page(f"Claims of {about['title']}", *parts)
@@ -404,6 +408,90 @@ def claims_by_method() -> str:
             parts.append([f"## {title}"])
         parts += [[f"### {n}", "", *table(titles, rows[n])] for n in shown]
     return page("Methods in the claims' tables", *parts)
+
+
+BLOCK_OF_CLAIMS = re.compile(r"<!-- figures: (\w+) ([\w -]+?) -->\n.*?<!-- end of figures -->", re.DOTALL)
+
+
+def with_claims(path: Path) -> str:
+    """A page whose marked blocks are filled from stored outcomes: `<!-- figures: KIND CLAIM CLAIM ... -->`.
+
+    Raises:
+        SystemExit: for a kind that there is not.
+    """
+    from fedspan.studies.claims import find_claim
+
+    kinds = {"verdicts": verdict_lines, "rows": row_lines, "tests": effect_lines, "pictures": picture_lines}
+
+    def filled(match: re.Match[str]) -> str:
+        kind, names = match[1], match[2]
+        if kind not in kinds:
+            sys.exit(f"{path.name}: a block of figures must be one of {', '.join(kinds)}. Got '{kind}'.")
+        claims = [(claim, *decided(claim)) for claim in map(find_claim, names.split())]
+        start = match[0].partition("\n")[0]
+        return "\n".join([start, *kinds[kind](claims), END_OF_FIGURES])
+
+    return BLOCK_OF_CLAIMS.sub(filled, path.read_text(encoding="utf-8"))
+
+
+def with_blocks() -> list[Path]:
+    """The pages that have such blocks."""
+    found = sorted((DOCS / "explanation").glob("*.md"))
+    return [path for path in found if BLOCK_OF_CLAIMS.search(path.read_text(encoding="utf-8"))]
+
+
+Decided = list[tuple[Any, Any, Any]]
+"""Claims with their stored outcomes, None where there is none, and their decisions."""
+
+
+def linked(claim: Any) -> str:
+    """A claim's name as a link from a page beside the reference."""
+    return f"[{claim.stem}](../reference/claims-{claim.paper}.md#{claim.stem})"
+
+
+def verdict_lines(claims: Decided) -> list[str]:
+    """What each claim says and what came out."""
+    rows = [(linked(c), c.sentence, f"**{d.text}**", main_effect(d)) for c, _, d in claims]
+    return table(("claim", "sentence", "verdict", "effect [90 % interval]"), rows)
+
+
+def row_lines(claims: Decided) -> list[str]:
+    """Accuracy of every row of these claims, each once: controls that stand in several are the same runs."""
+    from fedspan.studies.claims.claim_pages import summary
+
+    found: dict[bool, dict[tuple[str, str, str], None]] = {False: {}, True: {}}  # controls below all others
+    for claim, outcome, _ in claims:
+        own = {row.name for row in claim.rows if not row.control}
+        for name, columns in outcome.figures.items() if outcome is not None else ():
+            cells = [summary(columns.get(c, {}).get("accuracy", {}), percent=True) for c in ("tuned", "published")]
+            found[name not in own][name, cells[0], cells[1]] = None
+    rows = [*found[False], *found[True]]
+    waiting = [f"Not run: {linked(c)}." for c, outcome, _ in claims if outcome is None]
+    return [*table(("row", "accuracy as tuned, %", "as published, %"), rows), *([""] if waiting else []), *waiting]
+
+
+def effect_lines(claims: Decided) -> list[str]:
+    """Tests that stand in several claims beside each other: what each is about, and its effect in each claim."""
+    titles = ["", *(linked(c) for c, _, _ in claims)]
+    found: dict[str, list[str]] = {}
+    for k, (claim, _, decision) in enumerate(claims):
+        effects = {t.says: f"{t.interval}, {t.state}" for t in decision.tests}
+        for test in claim.tests:
+            line = found.setdefault(test.words, [""] * len(claims))
+            line[k] = effects.get(test.words, "not run")
+    return table(titles, ([words, *line] for words, line in found.items()))
+
+
+def picture_lines(claims: Decided) -> list[str]:
+    """The pictures of claims, those that have been run."""
+    from fedspan.studies.claims.claim_pictures import pictures_of
+
+    lines = []
+    for claim, outcome, _ in claims:
+        for picture in pictures_of(claim, outcome):
+            lines += [f"{linked(claim)}:", "", f"![{cell(picture.words)}](../reference/claims/{picture.file})", ""]
+    waiting = [f"No picture yet, as it has not been run: {linked(c)}." for c, outcome, _ in claims if outcome is None]
+    return [*lines, *itertools.chain.from_iterable((line, "") for line in waiting)][:-1]
 
 
 def provenance(claim: Any, outcome: Any) -> list[str]:
@@ -1320,6 +1408,15 @@ def defaults_table(rows: list[dict[str, Any]]) -> list[str]:
     return table(["method", "mean, %", "over Local", *(f"seed {s}" for s in seeds), ""], lines)
 
 
+def pictures() -> Mapping[Path, Any]:
+    """Every picture that is drawn from a stored outcome."""
+    from fedspan.studies.claims import catalogue
+    from fedspan.studies.claims.claim_pictures import pictures_of
+
+    found = [p for claim in catalogue() for p in pictures_of(claim, decided(claim)[0])]
+    return {DOCS / "reference" / "claims" / p.file: p for p in found}
+
+
 def pages() -> Mapping[Path, str]:
     """Every file that is written, with its text."""
     from fedspan.studies.claims.claim_file import papers
@@ -1345,6 +1442,7 @@ def pages() -> Mapping[Path, str]:
         DOCS / "how-to" / "cluster.md": cluster_page(),
         DOCS / "explanation" / "speed-profile.md": profile_page(),
         DOCS / "explanation" / "adaptive.md": adaptive_page(),
+        **{path: with_claims(path) for path in with_blocks()},
     }
 
 
@@ -1358,7 +1456,18 @@ def main() -> None:
         if not check:
             path.write_text(text, encoding="utf-8")
         print(f"{path.relative_to(ROOT)}: {'not current' if check else 'written'}")
-    if check and stale:
+    drawn = pictures()
+    undrawn = [path for path, picture in drawn.items() if not picture.is_current(path)]
+    for path in undrawn:
+        if not check:
+            drawn[path].write(path)
+        print(f"{path.relative_to(ROOT)}: {'not current' if check else 'drawn'}")
+    left = sorted({*(DOCS / "reference" / "claims").glob("*.svg")} - drawn.keys())
+    for path in left:
+        if not check:
+            path.unlink()
+        print(f"{path.relative_to(ROOT)}: {'of no claim' if check else 'removed, as no claim has it'}")
+    if check and (stale or undrawn or left):
         sys.exit("Run `make docs`.")
 
 

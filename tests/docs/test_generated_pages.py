@@ -36,6 +36,27 @@ def test_the_committed_pages_are_current(pages: Mapping[Path, str]) -> None:
     assert not stale, f"run `make docs` and commit {', '.join(stale)}"
 
 
+def test_pictures_of_claims_show_the_stored_figures(generator: ModuleType) -> None:
+    """What they were drawn from is compared, not their bytes: those differ between versions of matplotlib."""
+    drawn = generator.pictures()
+    assert drawn and set(drawn) == set((DOCS / "reference" / "claims").iterdir())
+    stale = [path.name for path, picture in drawn.items() if not picture.is_current(path)]
+    assert not stale, f"run `make docs` and commit {', '.join(stale)}"
+
+
+def test_blocks_of_a_page_are_filled_from_stored_outcomes(generator: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- figures: verdicts rank-permuted-digits theorem-1 -->\nstale\n<!-- end of figures -->\nb\n")
+    text = generator.with_claims(page)
+    assert text.startswith("a\n<!-- figures: verdicts") and text.endswith("\n<!-- end of figures -->\nb\n")
+    assert "\nstale\n" not in text and "| [rank-permuted-digits](" in text and "**only if p = 1" in text
+    page.write_text(text)
+    assert generator.with_claims(page) == text
+    page.write_text("<!-- figures: guesses theorem-1 -->\n<!-- end of figures -->\n")
+    with pytest.raises(SystemExit, match="guesses"):
+        generator.with_claims(page)
+
+
 def test_every_page_of_the_reference_is_generated(pages: Mapping[Path, str]) -> None:
     assert {p for p in pages if p.parent == DOCS / "reference"} == set((DOCS / "reference").glob("*.md"))
 

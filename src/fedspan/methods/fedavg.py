@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedspan import tree
-from fedspan.learn.local_steps import LocalSteps
 from fedspan.learn.sgd import Near
 from fedspan.learn.task import Task
 from fedspan.method import About, Cautions, ClientInfo, Discloses, Sent, Sharing, Visit, Yardstick
 from fedspan.method.fields import NonNegative
+from fedspan.method.local_steps import LocalSteps
 from fedspan.tree import Tree
 
 

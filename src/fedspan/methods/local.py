@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedspan import tree
-from fedspan.learn.local_steps import LocalSteps
 from fedspan.learn.task import Task
 from fedspan.method import (
     About,
@@ -22,6 +21,7 @@ from fedspan.method import (
     Visit,
     Yardstick,
 )
+from fedspan.method.local_steps import LocalSteps
 from fedspan.tree import Tree
 
 

@@ -135,6 +135,7 @@ def test_rows_have_equal_trials_on_development_seeds_and_figures_on_reported_one
     reports = [p.name for p in place.iterdir() if p.name.startswith("report-")]
     assert len(trials) == 6 and all("-s0-" in name for name in trials)
     assert len(reports) == 8 and all("-s200-" in name or "-s201-" in name for name in reports)
+    assert all("seconds_per_round" not in columns["tuned"] for columns in outcome.figures.values())
     assert set(outcome.figures["FedProx"]) == {"tuned", "published"} and set(outcome.figures["fedavg"]) == {"tuned"}
     assert all(set(d) >= {"examples", "labels", "split"} for d in outcome.data.values()) and len(outcome.data) == 2
     assert outcome.effort["FedProx"].steps > 0 and outcome.verdict["verdict"] == "holds"
@@ -145,6 +146,15 @@ def test_computed_again_every_bit_is_equal(carried_out: tuple[ClaimOutcome, Path
     outcome, _ = carried_out
     found = recomputed(claim(), outcome, lambda at: runner(at, quiet=True), no_check)
     assert found.state == "equal bits" and "CPU type and versions recorded" in found.says
+
+
+@pytest.mark.slow
+def test_rounds_are_timed_where_a_test_asks_for_it_and_times_are_not_computed_again(tmp_path: Path) -> None:
+    timed = claim(TEXT + '[[tests]]\nrow = "FedProx"\nmeasure = "seconds_per_round"\nabove = 0.0\n')
+    outcome = perform(timed, runner(tmp_path, quiet=True), no_check)
+    taken = [columns["tuned"]["seconds_per_round"] for columns in outcome.figures.values()]
+    assert all(set(seeds) == {"200", "201"} and all(v and v > 0 for v in seeds.values()) for seeds in taken)
+    assert recomputed(timed, outcome, lambda at: runner(at, quiet=True), no_check).state == "equal bits"
 
 
 def test_computed_again_a_difference_is_told() -> None:

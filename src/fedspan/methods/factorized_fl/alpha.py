@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedspan import tree
 from fedspan.learn.aggregate import mix
-from fedspan.learn.local_steps import LocalSteps
 from fedspan.learn.task import Task
 from fedspan.method import (
     About,
@@ -26,6 +25,7 @@ from fedspan.method import (
     Sent,
     Visit,
 )
+from fedspan.method.local_steps import LocalSteps
 from fedspan.methods.factorized_fl.factorization import Factorization, corrections
 from fedspan.methods.factorized_fl.matching import SimilarityMatching, with_z, z_of
 from fedspan.methods.factorized_fl.observing import ObservedMatching

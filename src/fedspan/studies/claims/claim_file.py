@@ -6,7 +6,9 @@
                    keys), lr (another grid as long), published (fields of the paper's own recipe, lr included)
     [tuning]       lr (the grid every row starts from), trials (of every row), seeds, rounds, confirm
     [check]        in place of training: name and options of a check, and [check.figures] with paths into its numbers
-    [[tests]]      row, minus (another row, or a number), measure, column; one of above, below, within; perhaps only_if
+    [[tests]]      row, minus (another row, or a number), measure, column; one of above, below, within; perhaps only_if.
+                   measure = "seconds_per_round" has the rounds timed: run such a claim on a machine that does nothing
+                   else
     seeds          those that are reported, 200 and on
     left_out       controls that cannot be afforded; [setting] differences must name each and say why
     runs           the folder of its runs, where several claims are decided by rows of one table; otherwise its own
@@ -35,6 +37,8 @@ FREE = frozenset({"setting", "minutes", "runs"})
 """Keys of a claim's file that no figure and no verdict depends on."""
 TUNED, PUBLISHED = "tuned", "published"
 """Columns of a table: each row at the step size its trials chose, and with the paper's own recipe."""
+SECONDS = "seconds_per_round"
+"""The measure that no seed decides: wall-clock time of a round, evaluation left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,11 @@ class Claim:
     def trains(self) -> bool:
         """Whether it is decided by runs of federations."""
         return self.check is None and not self.not_testable
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time of a round decides something, so that its runs must have a machine for themselves."""
+        return any(test.measure == SECONDS for test in self.tests)
 
 
 @dataclass(frozen=True, kw_only=True)

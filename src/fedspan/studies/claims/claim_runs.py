@@ -21,7 +21,7 @@ from fedspan.data.digest import data_digest
 from fedspan.errors import ConfigError
 from fedspan.learn import accelerator
 from fedspan.simulation.environment import versions
-from fedspan.studies.claims.claim_file import PUBLISHED, TUNED, Claim, ClaimRow
+from fedspan.studies.claims.claim_file import PUBLISHED, SECONDS, TUNED, Claim, ClaimRow
 from fedspan.studies.claims.fair_play import all_rows, config_of
 from fedspan.studies.claims.outcome_file import ClaimOutcome, RowEffort, verdict_of
 from fedspan.studies.claims.step_search import ChosenStep, choose_step, confirm_step
@@ -169,10 +169,13 @@ def reported_jobs(claim: Claim, row: ClaimRow, lr: float | None) -> dict[str, li
     }
 
 
-def measured(results: Mapping[int, Result | None]) -> dict[str, dict[str, float | None]]:
+def measured(results: Mapping[int, Result | None], timed: bool = False) -> dict[str, dict[str, float | None]]:
     """measure → seed → value: means over clients, accuracy by other protocols and named groups, what all clients sent.
 
     `megabytes` are those of the whole run, up, down and announced.
+
+    Args:
+        timed: whether the time of a round is a measure too; no two runs have the same, whatever else is alike.
     """
     names: dict[str, None] = {"accuracy": None} if all(r is None for r in results.values()) else {}
     of: dict[int, dict[str, float]] = {}
@@ -184,6 +187,8 @@ def measured(results: Mapping[int, Result | None]) -> dict[str, dict[str, float 
         found |= {f"accuracy_{k}": v for k, v in others.items() if v is not None}
         found |= group_measures(result)
         found["megabytes"] = sum(result["bytes"][way] for way in ("up", "down", "announce")) / 1e6
+        if timed:
+            found[SECONDS] = result["seconds"]["train"] / result["rounds"]
         of[seed] = found
         names |= dict.fromkeys(found)
     return {name: {str(seed): of.get(seed, {}).get(name) for seed in results} for name in names}
@@ -194,7 +199,7 @@ def _report(claim: Claim, row: ClaimRow, chosen: ChosenStep, run: Runner) -> tup
     seconds = 0.0
     for column, jobs in reported_jobs(claim, row, chosen.lr).items():
         results = {job.config.seed: run(job) for job in jobs}
-        figures[column] = measured(results)
+        figures[column] = measured(results, claim.timed)
         seconds += sum(sum(r["seconds"].values()) for r in results.values() if r is not None)
     if chosen.lr is None:  # every trial diverged: so does the row
         figures[TUNED] = {"accuracy": {str(seed): None for seed in claim.seeds}}

@@ -116,7 +116,7 @@ def judge(test: DecidingTest, figures: Figures) -> TestResult:
         state: State = "undecided" if test.within is not None else _lost(test, mine_lost, len(gaps) == 0)
         return _result(test, None, None, None, None, len(seeds), state)
     effect = statistics.fmean(gaps)
-    low, high, size = _interval(gaps, exact=seeds == [EXACT])
+    low, high, size = student_interval(gaps, exact=seeds == [EXACT])
     return _result(test, effect, low, high, size, len(seeds), _state(test, low, high))
 
 
@@ -135,7 +135,7 @@ def _lost(test: DecidingTest, mine: bool, all_of_them: bool) -> State:
     return "fails" if test.above is not None else "undecided" if not all_of_them else "fails"
 
 
-def _interval(gaps: Sequence[float], exact: bool) -> tuple[float | None, float | None, float | None]:
+def student_interval(gaps: Sequence[float], exact: bool) -> tuple[float | None, float | None, float | None]:
     """Student's interval of the mean, and the effect's size; of a figure without randomness the figure itself."""
     mean = statistics.fmean(gaps)
     if exact:

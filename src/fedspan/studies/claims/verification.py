@@ -12,7 +12,7 @@ from typing import Literal
 from fedspan.learn import accelerator
 from fedspan.randomness import generator
 from fedspan.simulation.environment import versions
-from fedspan.studies.claims.claim_file import Claim
+from fedspan.studies.claims.claim_file import SECONDS, Claim
 from fedspan.studies.claims.claim_runs import (
     Checker,
     Runner,
@@ -87,7 +87,7 @@ def _verified(claim: Claim, state: State, says: str) -> Verified:
 
 
 def again(claim: Claim, outcome: ClaimOutcome, run: Runner, check: Checker) -> dict[str, object]:
-    """The figures of an outcome, computed anew; trials are not repeated, and measures it has not are left out."""
+    """The figures of an outcome, computed anew: the same measures, no trials; times of rounds are taken over."""
     if claim.check is not None:
         return dict(check_figures(claim, check(claim)))
     figures: dict[str, object] = {}
@@ -103,8 +103,9 @@ def again(claim: Claim, outcome: ClaimOutcome, run: Runner, check: Checker) -> d
 
 
 def _known(found: Mapping[str, object], stored: Mapping[str, object]) -> dict[str, object]:
-    """Those measures that were stored: a newer version may have more."""
-    return {k: v for k, v in found.items() if k in stored}
+    """Those measures that were stored, as a newer version may have more; nobody can compute times of rounds again."""
+    times = {k: v for k, v in stored.items() if k == SECONDS}
+    return {k: v for k, v in found.items() if k in stored} | times
 
 
 def inside(claim: Claim, outcome: ClaimOutcome, figures: object) -> bool:
