@@ -129,6 +129,17 @@ def test_a_row_that_is_too_dear_has_fewer_seeds() -> None:
     assert [job.config.seed for job in jobs["dear"]] == [201]
 
 
+def test_fedaras_tables_share_their_runs() -> None:
+    """What stands in both is run once: the same row under the same name, with the same trials."""
+    table, others = find_claim("main-table"), find_claim("main-table-all")
+    assert table.folder == others.folder and table.tuning == others.tuning and table.seeds == others.seeds
+    first, second = (
+        {r.name: config_of(c, r, {"lr": 0.1}, 200).identity() for r in all_rows(c)} for c in (table, others)
+    )
+    assert first.keys() & second.keys() == {"FedARA, λ = 10", *COMMON}
+    assert all(first[name] == second[name] for name in first.keys() & second.keys())
+
+
 def test_the_digest_is_of_what_decides() -> None:
     assert made(("[[tests]]", "# a comment\n[[tests]]")).digest == made().digest
     assert made(("[[tests]]", '[setting]\npaper = "words"\n[[tests]]')).digest == made().digest
