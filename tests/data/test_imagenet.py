@@ -87,3 +87,15 @@ def test_too_many_bytes_and_nothing_at_all(made: Path, tmp_path: Path) -> None:
         load("tiny-imagenet", made.parent.parent, max_bytes=1000)
     with pytest.raises(DataError, match="the published archive's files"):
         load("tiny-imagenet", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("held", ["test", "validation", "valid"])
+def test_parquet_files_may_call_the_held_out_part_as_the_hub_does(made: Path, held: str) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    root = made.parent.parent
+    for split, labels in (("train", [0, 1, 2]), (held, [2, 1])):
+        pictures = [(made / "train" / name / "images" / f"{name}_0.JPEG").read_bytes() for name in IDS]
+        rows = [{"image": {"bytes": pictures[y], "path": None}, "label": y} for y in labels]
+        pq.write_table(pa.Table.from_pylist(rows), root / "tiny-imagenet" / f"{split}-00000-of-00001-ab12.parquet")
+    source = load("tiny-imagenet", root)
+    assert source.y.tolist() == [0, 1, 2, 2, 1] and source.test_rows.tolist() == [3, 4]

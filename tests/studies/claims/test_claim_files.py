@@ -10,7 +10,7 @@ from fedspan.cli.checks import known_checks
 from fedspan.errors import ConfigError
 from fedspan.studies.claims import Claim, catalogue, find_claim, parse_claim
 from fedspan.studies.claims.claim_file import papers
-from fedspan.studies.claims.claim_runs import check_all
+from fedspan.studies.claims.claim_runs import check_all, reported_jobs
 from fedspan.studies.claims.fair_play import COMMON, GROUPED, all_rows, config_of, usual_fields
 
 pytestmark = pytest.mark.slow  # seconds together: make test has them
@@ -102,11 +102,42 @@ def test_local_work_is_equal_and_schedules_fit_the_rounds() -> None:
         ((('method = "fedrep"', 'method = "fedrep"\nlr = [0.1]'),), "as many step sizes"),
         ((('place = "Table 1"', 'plaice = "Table 1"'),), "unknown key 'plaice'"),
         ((("[[rows]]", "[tuning]\ntrials = 1\n[[rows]]"),), "at least the grid's 4"),
+        ((('method = "fedrep"', 'method = "fedrep"\nseeds = [200, 203]'),), "must be some of the claim's"),
+        ((('method = "fedrep"', 'method = "fedrep"\nseeds = [200, 200]'),), "must be some of the claim's"),
+        ((('method = "fedrep"', 'method = "fedrep"\nseeds = [200]'),), "as one decides nothing"),
+        ((('place = "Table 1"', 'place = "Table 1"\nseeds = [200]'),), "as one decides nothing"),
     ],
 )
 def test_what_a_claim_must_not_say(changes: tuple[tuple[str, str], ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         made(*changes)
+
+
+DEAR = """method = "fedrep"
+[[rows]]
+name = "dear"
+method = "fedkd"
+seeds = [201]"""
+
+
+def test_a_row_that_is_too_dear_has_fewer_seeds() -> None:
+    claim = made(('method = "fedrep"', DEAR))
+    rows = {row.name: row for row in all_rows(claim)}
+    assert claim.seeds_of(rows["dear"]) == (201,) and claim.seeds_of(rows["a"]) == claim.seeds == (200, 201, 202)
+    jobs = {name: reported_jobs(claim, rows[name], 0.1)["tuned"] for name in ("a", "dear")}
+    assert [job.config.seed for job in jobs["a"]] == [200, 201, 202]
+    assert [job.config.seed for job in jobs["dear"]] == [201]
+
+
+def test_fedaras_tables_share_their_runs() -> None:
+    """What stands in both is run once: the same row under the same name, with the same trials."""
+    table, others = find_claim("main-table"), find_claim("main-table-all")
+    assert table.folder == others.folder and table.tuning == others.tuning and table.seeds == others.seeds
+    first, second = (
+        {r.name: config_of(c, r, {"lr": 0.1}, 200).identity() for r in all_rows(c)} for c in (table, others)
+    )
+    assert first.keys() & second.keys() == {"FedARA, λ = 10", *COMMON}
+    assert all(first[name] == second[name] for name in first.keys() & second.keys())
 
 
 def test_the_digest_is_of_what_decides() -> None:

@@ -11,7 +11,7 @@ from fedspan.data.formats.arrays import find_idx
 from fedspan.data.formats.parquet import need, parquet
 from fedspan.data.formats.part import short
 from fedspan.data.sources.catalog import KNOWN, Known
-from fedspan.data.sources.load import MAX_BYTES
+from fedspan.data.sources.load import HELD, MAX_BYTES
 from fedspan.errors import ConfigError, DataError, nearest, safe_name
 from fedspan.storage.atomic import make_directory, replacing, writing
 
@@ -72,7 +72,7 @@ def _files(folder: Path) -> list[Path]:
     """The files of a folder that a data set is read from; none unless there is a training part."""
     if not folder.is_dir():
         return []
-    tables = sorted({p for part in ("train", "test") for p in folder.glob(f"{part}*.parquet")})
+    tables = sorted({p for part in ("train", *HELD) for p in folder.glob(f"{part}*.parquet")})
     if any(p.name.startswith("train") for p in tables):
         return tables
     idx, digits = find_idx(folder), sorted(folder.glob("*_32x32.mat"))
@@ -109,7 +109,7 @@ def _from_hub(name: str, known: Known, place: Path) -> list[Path]:
         ) from None
     if "train" not in found:
         raise DataError(f"Data: '{known.hub}' must have a split called train. Got {', '.join(found)}.")
-    held = next((s for s in ("test", "validation", "valid") if s in found), None)
+    held = next((s for s in HELD if s in found), None)
     made = []
     with writing(place):
         make_directory(place)

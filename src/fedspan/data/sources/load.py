@@ -22,6 +22,8 @@ from fedspan.method.named_code import brief, describe_object, installed, load_in
 __all__ = ["MAX_BYTES", "SOURCES", "Source", "load"]
 
 MAX_BYTES = 4 * 2**30
+HELD = ("test", "validation", "valid")
+"""What files of the part that is held out may be called; the first that is there is read."""
 GROUP = "fedspan.data"
 """The entry points by which an installed package brings sources."""
 
@@ -133,8 +135,9 @@ def _folder(
         return None
     shape = None if known is None else known.shape
     parts: list[FilePart | None] = []
-    for split in ("train", "test"):
-        found = sorted({*folder.glob(f"{split}.parquet"), *folder.glob(f"{split}-*-of-*.parquet")}) if parquet else []
+    for names in (("train",), HELD):
+        files_of = (sorted({*folder.glob(f"{n}.parquet"), *folder.glob(f"{n}-*-of-*.parquet")}) for n in names)
+        found = next(filter(None, files_of), []) if parquet else []
         pieces = [tables.table_part(tables.parquet(p, limit), limit, shape, columns) for p in found]
         parts.append(join(pieces) if pieces else None)
     if parts[0] is not None:

@@ -3,7 +3,7 @@
     sentence, place, minutes (what it costs on one core); not_testable = "why" where it cannot be tried here
     [setting]      paper, ours, differences
     [experiment]   an experiment in the layout of its own file, with [[rows]]: name, method; perhaps fields, set (dotted
-                   keys), lr (another grid as long), published (fields of the paper's own recipe, lr included)
+                   keys), lr (another grid as long), published (fields of the paper's own recipe, lr included), seeds
     [tuning]       lr (the grid every row starts from), trials (of every row), seeds, rounds, confirm
     [check]        in place of training: name and options of a check, and [check.figures] with paths into its numbers
     [[tests]]      row, minus (another row, or a number), measure, column; one of above, below, within; perhaps only_if.
@@ -63,6 +63,8 @@ class ClaimRow:
     """The step sizes its trials begin with, as many as those of the other rows; those of [tuning] if not given."""
     published: dict[str, Any] | None = None
     """Fields of the paper's own recipe, step size included; there is no such column if not given."""
+    seeds: tuple[int, ...] = ()
+    """The seeds that are reported of this row, where it is too dear for all of the claim's; those if not given."""
     control: bool = False
 
 
@@ -172,6 +174,10 @@ class Claim:
         """Whether the time of a round decides something, so that its runs must have a machine for themselves."""
         return any(test.measure == SECONDS for test in self.tests)
 
+    def seeds_of(self, row: ClaimRow) -> tuple[int, ...]:
+        """The seeds that are reported of a row."""
+        return row.seeds or self.seeds
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
@@ -247,8 +253,22 @@ def _refuse_unfit(claim: Claim, who: str) -> None:
                     f"{who}: row '{row.name}' must begin with as many step sizes as the others, {len(claim.tuning.lr)}."
                     f" Got {len(row.lr)}."
                 )
+            if not set(row.seeds) <= set(claim.seeds) or len(set(row.seeds)) < len(row.seeds):
+                raise ConfigError(
+                    f"{who}: seeds of row '{row.name}' must be some of the claim's, {list(claim.seeds)}. Got"
+                    f" {list(row.seeds)}."
+                )
     if not any(not t.only_if for t in claim.tests):
         raise ConfigError(f"{who}: a claim must have a test without only_if. Got none.")
+    seeds = {row.name: set(claim.seeds_of(row)) for row in claim.rows}
+    every = set(claim.seeds)
+    for test in claim.tests if claim.trains else ():
+        common = seeds.get(test.row, every) & (seeds.get(test.minus, every) if isinstance(test.minus, str) else every)
+        if len(common) < 2:
+            raise ConfigError(
+                f"{who}: the rows of a test must have at least two seeds in common, as one decides nothing. Got"
+                f" {sorted(common)} for '{test.words}'."
+            )
     names = [row.name for row in claim.rows]
     if len(set(names)) < len(names):
         raise ConfigError(f"{who}: rows must have different names. Got {names}.")

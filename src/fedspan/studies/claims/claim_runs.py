@@ -163,7 +163,8 @@ def reported_jobs(claim: Claim, row: ClaimRow, lr: float | None) -> dict[str, li
         recipes[PUBLISHED] = row.published
     return {
         column: [
-            ClaimJob(config=config_of(claim, row, recipe, seed), row=row.name, purpose="report") for seed in claim.seeds
+            ClaimJob(config=config_of(claim, row, recipe, seed), row=row.name, purpose="report")
+            for seed in claim.seeds_of(row)
         ]
         for column, recipe in recipes.items()
     }
@@ -202,7 +203,7 @@ def _report(claim: Claim, row: ClaimRow, chosen: ChosenStep, run: Runner) -> tup
         figures[column] = measured(results, claim.timed)
         seconds += sum(sum(r["seconds"].values()) for r in results.values() if r is not None)
     if chosen.lr is None:  # every trial diverged: so does the row
-        figures[TUNED] = {"accuracy": {str(seed): None for seed in claim.seeds}}
+        figures[TUNED] = {"accuracy": {str(seed): None for seed in claim.seeds_of(row)}}
     steps, before = steps_of(config_of(claim, row, {}, claim.seeds[0]))
     told = RowEffort(
         method=row.method,
@@ -222,7 +223,7 @@ def data_hashes(claim: Claim, rows: Sequence[ClaimRow]) -> dict[str, dict[str, s
     """Hashes of examples, labels and split of every reported seed, and of every setting of the data."""
     out: dict[str, dict[str, str]] = {}
     for row in rows:
-        for seed in claim.seeds:
+        for seed in claim.seeds_of(row):
             config = config_of(claim, row, {}, seed)
             data = [config.data, config.partition, config.seed, config.train.precision]
             key = f"{seed}-{hashlib.blake2b(repr(data).encode(), digest_size=4).hexdigest()}"
