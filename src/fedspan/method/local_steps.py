@@ -11,6 +11,7 @@ from fedspan.errors import ConfigError
 from fedspan.learn.batches import Batches
 from fedspan.learn.optimizer import Optimizer
 from fedspan.learn.sgd import NO_PROX, Loss, Prox, sgd_from
+from fedspan.learn.task import Task
 from fedspan.tree import Params, Tree
 
 
@@ -36,9 +37,9 @@ class LocalSteps:
                 f"{who}: gauge must be false with keep_momentum, whose velocity belongs to one gauge. Got both."
             )
 
-    def begin(self, params: Params) -> Tree:
+    def begin(self, task: Task) -> Tree:
         """What a client keeps besides its parameters before its first round."""
-        return {"velocity": tree.zeros_like(params)} if self.keep_momentum else {}
+        return {"velocity": tree.zeros_like(tree.select(task.init(), task.names))} if self.keep_momentum else {}
 
     def fit(
         self,

@@ -40,7 +40,7 @@ class FedAvg(Sharing):
         self.steps.check(type(self).__name__, self.optimizer)
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
-        return {**super().init_client(task, who), **self.steps.begin(tree.select(task.init(), task.names))}
+        return {**super().init_client(task, who), **self.steps.begin(task)}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         w = self.whole(client, down)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedspan import tree
 from fedspan.learn.task import Task
 from fedspan.method import (
     About,
@@ -51,8 +50,7 @@ class Local(Training):
         return {}
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
-        theta = task.init()
-        return {"theta": theta, **self.steps.begin(tree.select(theta, task.names))}
+        return {"theta": task.init(), **self.steps.begin(task)}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
         return Down()

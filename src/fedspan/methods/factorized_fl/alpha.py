@@ -110,8 +110,7 @@ class FactorizedFL(Averaging, Converts, Coded, AdaptedParts, ObservedMatching):
     # ------------------------------------------------------------------------------------------------ the client
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
-        start = self.begin(task)
-        return {"h": self.apart(task, start)[1], **self.steps.begin(tree.select(start, task.names))}
+        return {"h": self.apart(task, self.begin(task))[1], **self.steps.begin(task)}
 
     def client_update(self, task: Task, client: Tree, down: Tree, visit: Visit) -> tuple[Tree, Sent]:
         start, M = client["h"] | tree.merge(down), corrections(task)
