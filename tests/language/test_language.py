@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from conftest import assert_close, call, failing, method_of
 from fedspan import tree
+from fedspan.config import assemble_data, from_dict
 from fedspan.data.federated import FederatedData
 from fedspan.errors import ConfigError, DataError
 from fedspan.language import (
@@ -253,6 +254,44 @@ def test_long_prompts_lose_their_beginning_and_long_answers_their_end() -> None:
     assert tokenizer.decode(rows.x[0][1:32]).endswith("### Response:\n")
     with pytest.raises(ConfigError, match="max_length must be an integer >= 8"):
         encode(long, tokenizer, 7)
+
+
+def test_records_that_would_be_cut_can_be_left_out(tmp_path: Path) -> None:
+    tokenizer, file = byte_tokenizer(), tmp_path / "r.json"
+    told = [{"instruction": "say", "input": "", "output": "o" * k} for k in range(1, 41)]
+    file.write_text(json.dumps(told))
+    uncut = [encode([r], tokenizer, 512) for r in told]
+    most = uncut[19].x.shape[1] + 1  # of so many tokens a record is still whole
+
+    def made(max_length: int = most, **options: Any) -> FederatedData:
+        return instruction_data(str(file), tokenizer, clients=2, max_length=max_length, **options)
+
+    assert made().x.shape == (40, most - 1)  # the longer half is cut
+    whole = made(whole_records=True)
+    assert_close(whole.x, encode(told[:20], tokenizer, 512).x)
+    assert_close(whole.y, encode(told[:20], tokenizer, 512).y)
+    assert len(made(whole_records=True, limit=8).x) == 8  # eight whole ones, not what is whole of eight
+    shortest = uncut[0].x.shape[1] + 1
+    with pytest.raises(DataError, match=rf"of at most max_length = 8 tokens\. The shortest of 40 has {shortest}\."):
+        made(8, whole_records=True)
+    with pytest.raises(ConfigError, match="max_length must be an integer >= 8"):
+        made(7, whole_records=True)
+
+
+def test_whole_records_are_an_option_of_language_models_only(path: Path) -> None:
+    data = {"source": str(path), "max_length": 64, "whole_records": True}
+    model = {"kind": "causal-lm", "hidden": 16, "heads": 2, "kv_heads": 1}
+    values: dict[str, Any] = {"data": data, "partition": {"clients": 4}, "model": model}
+    config = from_dict(values)
+    assert from_dict(config.to_dict()) == config and config.identity()["data"]["whole_records"]
+    kept = [r for r in records() if encode([r], byte_tokenizer(), 512).x.shape[1] + 1 <= 64]
+    assert 0 < len(kept) < len(records()) and len(assemble_data(config).x) == len(kept)
+    usual = from_dict(values | {"data": {"source": str(path)}})
+    assert "whole_records" not in usual.to_dict()["data"]  # so that runs from before it go on
+    with pytest.raises(ConfigError, match="whole_records is for language models"):
+        from_dict({"data": {"whole_records": True}, "model": {"kind": "linear"}})
+    with pytest.raises(ConfigError, match="whole_records must be true or false"):
+        from_dict(values | {"data": data | {"whole_records": 3}})
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ class RunConfig:
             raise ConfigError(
                 f"Partition: clients must be at most the number of examples, {at_most}. Got {self.partition.clients}."
             )
+        if self.data.whole_records and not is_language(self.model.kind):
+            raise ConfigError(f"Data: whole_records is for language models. Got model.kind '{self.model.kind}'.")
         marked = self.data.table.split is not None  # the column may mark validation rows
         if self.train.evaluate_part == "validation" and self.partition.validation == 0 and not marked:
             raise ConfigError("Train: evaluate_part 'validation' needs partition.validation above 0. Got 0.")
@@ -302,6 +304,7 @@ def _instructions(config: RunConfig) -> FederatedData:
         validation=p.validation,
         test=p.test,
         max_length=d.max_length or MAX_LENGTH,
+        whole_records=d.whole_records,
         limit=d.limit,
         columns=d.columns,
         **p.options,

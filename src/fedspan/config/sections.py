@@ -39,7 +39,9 @@ class DataConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """Names of a table's or a record's columns, by what they hold."""
     max_length: int | None = None
-    """The most tokens of a record, for language models."""
+    """The most tokens of a record, for language models; longer ones are cut."""
+    whole_records: bool = field(default=False, repr=False)  # outcomes from before it name their data by this repr
+    """Whether records of more than max_length tokens are left out, so that none is cut."""
     transforms: dict[str, Any] = field(default_factory=dict)
     """`[data.transforms]`: random changes of training inputs, keys of their own below."""
     table: TableLayout = field(default_factory=TableLayout)
@@ -80,10 +82,10 @@ class DataConfig:
         return bool(self.table.targets)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values in the layout of the file; what tables need is left out where it is as usual."""
+        """Plain values in the layout of the file; what few need is left out where it is as usual."""
         usual = flat(TableLayout())
         values = flat(self)
-        usual |= {"columns": {}, "transforms": {}}
+        usual |= {"columns": {}, "transforms": {}, "whole_records": False}
         return {k: v for k, v in values.items() if k not in usual or v != usual[k]}
 
 

@@ -93,13 +93,10 @@ def encode(records: Sequence[Mapping[str, str]], tokenizer: Any, max_length: int
 
     A prompt that leaves too little room keeps its last tokens, at least half of all; then the answer is cut.
     """
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 8:
-        raise ConfigError(f"Data: max_length must be an integer >= 8. Got {max_length!r}.")
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    _check_length(max_length)
     rows: list[tuple[list[int], int]] = []
     for record in records:
-        asked, answer = plain_ids(tokenizer, prompt(record)), plain_ids(tokenizer, record["output"]) + end
+        begin, asked, answer = _parts(record, tokenizer)
         room = max_length - len(begin)
         asked = asked[-max(room - len(answer), room // 2) :]
         rows.append(((begin + asked + answer)[:max_length], len(begin) + len(asked)))
@@ -110,6 +107,37 @@ def encode(records: Sequence[Mapping[str, str]], tokenizer: Any, max_length: int
         x[k, : len(ids) - 1] = torch.tensor(ids[:-1])
         y[k, start - 1 : len(ids) - 1] = torch.tensor(ids[start:])
     return Encoded(x, y)
+
+
+def whole_ones(
+    records: Sequence[Mapping[str, str]], tokenizer: Any, max_length: int = MAX_LENGTH
+) -> list[Mapping[str, str]]:
+    """Records that `encode` need not cut: begin, prompt, answer and end have at most `max_length` tokens.
+
+    Raises:
+        DataError: if there is none.
+    """
+    _check_length(max_length)
+    tokens = [sum(map(len, _parts(record, tokenizer))) for record in records]
+    kept = [record for record, n in zip(records, tokens) if n <= max_length]
+    if not kept:
+        raise DataError(
+            f"Data: whole_records needs a record of at most max_length = {max_length} tokens. The shortest of"
+            f" {len(records)} has {min(tokens)}."
+        )
+    return kept
+
+
+def _check_length(max_length: int) -> None:
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 8:
+        raise ConfigError(f"Data: max_length must be an integer >= 8. Got {max_length!r}.")
+
+
+def _parts(record: Mapping[str, str], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+    """The tokens of a record: begin, prompt, and answer with its end."""
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return begin, plain_ids(tokenizer, prompt(record)), plain_ids(tokenizer, record["output"]) + end
 
 
 def instruction_data(
@@ -124,6 +152,7 @@ def instruction_data(
     validation: float = 0.0,
     test: float = 0.25,
     max_length: int = MAX_LENGTH,
+    whole_records: bool = False,
     limit: int | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Any,
@@ -133,11 +162,16 @@ def instruction_data(
     Kinds that go by labels take a record's `label` if `columns` names one, otherwise which tenth its answer is in by
     length; kind `natural` takes its `client`.
 
+    Args:
+        whole_records: leave out records of more than `max_length` tokens, which are cut otherwise; before `limit`.
+
     Raises:
         ConfigError: for a partition that renames labels, which tokens do not have.
-        DataError: if the file is missing or not usable.
+        DataError: if the file is missing or not usable, or no record is short enough.
     """
-    records = read_records(_file(source, root), columns)
+    records: list[Mapping[str, str]] = [*read_records(_file(source, root), columns)]
+    if whole_records:
+        records = whole_ones(records, tokenizer, max_length)
     if limit is not None and limit < len(records):
         kept = np.sort(generator(seed, "limit").permutation(len(records))[:limit])
         records = [records[k] for k in kept]

@@ -16,12 +16,14 @@ from fedspan.studies.claims import (
     Claim,
     ClaimOutcome,
     catalogue,
+    find_claim,
     parse_claim,
     read_outcome,
     sound_outcomes,
     stored_outcomes,
 )
-from fedspan.studies.claims.claim_runs import ClaimJob, Result, at_path, perform
+from fedspan.studies.claims.claim_runs import ClaimJob, Result, at_path, data_hashes, perform
+from fedspan.studies.claims.fair_play import all_rows
 from fedspan.studies.claims.outcome_file import faults, file_of
 from fedspan.studies.claims.verification import drawn, inside, recomputed, rehashed
 
@@ -149,6 +151,12 @@ def test_computed_again_every_bit_is_equal(carried_out: tuple[ClaimOutcome, Path
 
 
 @pytest.mark.slow
+def test_the_data_of_a_stored_outcome_are_named_and_hashed_as_before() -> None:
+    made = find_claim("fedloru/accumulation-digits")
+    outcome = stored_outcomes((made,)).outcomes[made.name]
+    assert data_hashes(made, all_rows(made)) == outcome.data
+
+
 def test_rounds_are_timed_where_a_test_asks_for_it_and_times_are_not_computed_again(tmp_path: Path) -> None:
     timed = claim(TEXT + '[[tests]]\nrow = "FedProx"\nmeasure = "seconds_per_round"\nabove = 0.0\n')
     outcome = perform(timed, runner(tmp_path, quiet=True), no_check)

@@ -226,6 +226,7 @@ def data_hashes(claim: Claim, rows: Sequence[ClaimRow]) -> dict[str, dict[str, s
         for seed in claim.seeds_of(row):
             config = config_of(claim, row, {}, seed)
             data = [config.data, config.partition, config.seed, config.train.precision]
+            data += ["whole records"] if config.data.whole_records else []
             key = f"{seed}-{hashlib.blake2b(repr(data).encode(), digest_size=4).hexdigest()}"
             if key not in out:
                 out[key] = data_digest(assemble_data(config).to(config.train.torch_dtype))
