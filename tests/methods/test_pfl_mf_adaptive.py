@@ -34,6 +34,7 @@ from fedspan.methods.pfl_mf.head_prior import (
     fit_heads,
     linear_head,
     loadings,
+    losses_of,
 )
 from fedspan.methods.pfl_mf.shared_panel import sentence
 from fedspan.randomness import key, normal
@@ -138,14 +139,16 @@ def test_directions_are_filled_up_by_others_that_are_orthogonal() -> None:
 # ------------------------------------------------------------------------------------------------ heads
 
 
-def exact_head(part: HeadExamples, mu: Tensor, B: Tensor, u2: Tensor, kappa: float, tau: float) -> Tensor:
+def exact_head(
+    part: HeadExamples, mu: Tensor, B: Tensor, u2: Tensor, kappa: float, tau: float, a: float = 1.0
+) -> Tensor:
     """The minimiser for the squared error, mean over outputs, by the normal equations."""
     rows, columns = mu.shape
-    A = torch.cat([kappa**0.5 * B.flatten(1), (tau * u2) ** 0.5 * torch.eye(rows * columns).double()])
+    A = torch.cat([kappa**0.5 * B.flatten(1), (tau / a * u2) ** 0.5 * torch.eye(rows * columns).double()])
     A = A.reshape(len(A), rows, columns)
     Z = torch.einsum("krc,nc->knr", A, part.h).flatten(1)
     gap = (part.y - part.h @ mu.T).flatten()
-    scale = 2 / rows
+    scale = 2 * a / rows
     x = torch.linalg.solve(scale * Z @ Z.T + torch.eye(len(A)).double(), scale * Z @ gap)
     return mu + torch.einsum("k,krc->rc", x, A)
 
@@ -164,10 +167,11 @@ def fitting() -> tuple[Task, HeadExamples, Tensor, Tensor, Tensor]:
 def test_heads_are_the_most_probable_ones(fitting: Any) -> None:
     task, part, mu, B, u2 = fitting
     pairs = [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (10.0, 0.1), (0.1, 10.0)]
-    found = fit_heads(task, part, mu, B, u2, pairs, 3000)
-    for head, (kappa, tau) in zip(found, pairs):
-        assert_close(head, exact_head(part, mu, B, u2, kappa, tau), 1e-10)
-    assert_same(found[0], mu)
+    for a in (1.0, 0.3):
+        found = fit_heads(task, part, mu, B, u2, pairs, 3000, a)
+        for head, (kappa, tau) in zip(found, pairs):
+            assert_close(head, exact_head(part, mu, B, u2, kappa, tau, a), 1e-10)
+        assert_same(found[0], mu)
 
 
 def test_a_wide_residual_is_a_free_fit_and_so_are_all_directions(fitting: Any) -> None:
@@ -296,13 +300,42 @@ def test_what_was_held_out_is_trained_on_when_the_choice_is_final() -> None:
 
 
 def test_before_any_loss_the_prior_chooses_and_a_better_loss_wins() -> None:
-    method = PflMfAdaptive()
-    assert method.pairs[method.choice(torch.zeros(20))] == (1.0, 1.0)
+    method, none = PflMfAdaptive(), torch.tensor(0.0)
+    S = torch.zeros(len(method.pairs))
+    assert method.pairs[method.choice({"S": S, "held": none, "outputs": none})] == (1.0, 1.0)
     k = method.pairs.index((0.0, 100.0))
-    S = torch.zeros(20)
     S[k] = -4 * float(method.penalties().max()) - 1
-    assert method.choice(S) == k
+    assert method.choice({"S": S, "held": torch.tensor(9.0), "outputs": none}) == k
     assert float(method.penalties()[method.pairs.index((0.0, 0.0))]) == pytest.approx((2.5**2 + 1.5**2) / 2)
+
+
+def test_the_unit_of_a_target_decides_nothing() -> None:
+    """Heads of targets in a hundredth of the unit are a hundred times as large, and the same pair is chosen."""
+    task, (h, rows) = regression(1), (drawn(40, 5), 1)
+    y, B = h @ drawn(5, rows, seed=1) + drawn(40, rows, seed=2), drawn(2, rows, 5, seed=3)
+    B = torch.linalg.qr(B.flatten(1).T).Q.T.reshape(2, rows, 5)
+    method = PflMfAdaptive(rank=2)
+    chosen, heads = [], []
+    for unit in (1.0, 100.0):
+        part = HeadExamples(h, unit * y, torch.ones(40).double(), None)
+        first = {"S": torch.full((len(method.pairs),), 40.0 * unit**2).double(), "held": torch.tensor(40.0).double()}
+        server = first | {"outputs": torch.tensor(float(rows)).double()}
+        a = method.precision(server)
+        assert_close(a, torch.tensor(0.5 / unit**2, dtype=torch.float64))
+        mu, u2 = torch.zeros(rows, 5).double(), part.inverse_scale
+        theta = fit_heads(task, part, mu, unit * B, u2, method.pairs, 300, a)
+        heads.append(theta / unit)
+        chosen.append(method.choice({**server, "S": losses_of(task, part, theta)}))
+    assert_close(heads[0], heads[1], 1e-9)
+    assert chosen[0] == chosen[1]
+
+
+def test_classification_has_no_noise_to_be_measured() -> None:
+    method = PflMfAdaptive(rank=2)
+    server = method.init_server(make_task(), Federation(3, 0))
+    assert float(method.precision({**server, "held": torch.tensor(7.0), "S": server["S"] + 5})) == 1.0
+    squares = method.init_server(regression(), Federation(3, 0))
+    assert float(squares["outputs"]) == 2 and float(method.precision(squares)) == 1.0, "nothing is known before a score"
 
 
 def test_it_chooses_free_heads_where_names_differ_and_narrow_ones_where_they_do_not() -> None:

@@ -67,7 +67,8 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
 
     Symbols: phi = the body φ, mu [d] = the mean head, Q [d, r + 1] and s = directions V of the heads' covariance and
     their deviations (B is computed of them), S = held-out losses of all clients summed for every pair (κ, τ), held =
-    their examples, e = θ_i − μ after training, E = e (Qᵀe)ᵀ. z_i and δ_i are fitted anew on every visit and before use,
+    their examples, outputs = of how many a squared error is the mean (0: no squared errors), e = θ_i − μ after
+    training, E = e (Qᵀe)ᵀ. z_i and δ_i are fitted anew on every visit and before use,
     so nothing gets stale and a newcomer needs no history. Kept: the last held-out losses. Sent: phi, e, losses (the
     change of them), and E with `wire = "full"`; all of it is only summed up.
 
@@ -93,7 +94,8 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
     kappa: Annotated[tuple[NonNegative, ...], MinLen(1)] = (0.0, 0.1, 1.0, 10.0, 100.0)
     """Prior variances κ of a head along the directions, of which the federation chooses."""
     tau: Annotated[tuple[NonNegative, ...], MinLen(1)] = (0.0, 1.0, 10.0, 100.0)
-    """Prior variances τ that the private residual of a head gives to an output, of which the federation chooses."""
+    """Prior variances τ that the private residual of a head gives to an output, of which the federation chooses; of
+    regression in units of its noise."""
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.12
     """The part of its examples that a client with four or more holds out to score pairs (κ, τ), until they are chosen
     for good; none if there is one pair only."""
@@ -143,13 +145,24 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         logs = [[math.log10(x) if x else NONE_AS[k] for k, x in enumerate(pair)] for pair in self.pairs]
         return (torch.tensor(logs, dtype=torch.float64) - CENTRE).square().sum(1) / 2
 
-    def scores(self, S: Tensor) -> Tensor:
-        """S/4 + penalty of every pair: the smaller, the better; on the host, which chooses by them."""
-        return S.cpu().double() / TEMPER + self.penalties()
+    def precision(self, server: Tree) -> Tensor:
+        """−log-likelihoods per unit of loss: 1, and of squared errors ½ of their outputs over the noise's variance.
 
-    def choice(self, S: Tensor) -> int:
+        The noise is what is left of held-out examples under the best pair, so targets may have any unit.
+        """
+        S, held, outputs = server["S"], server["held"], server["outputs"]
+        noise = S.min() / held.clamp_min(1)
+        squared = outputs / (2 * noise.clamp_min(torch.finfo(S.dtype).tiny ** 0.5))
+        return torch.where((outputs > 0) & (held > 0), squared, torch.ones_like(squared))
+
+    def scores(self, server: Tree) -> Tensor:
+        """S/4 (of squared errors over the noise) + penalty of every pair: the smaller, the better; on the host."""
+        likely: Tensor = server["S"].cpu().double() * self.precision(server).cpu().double()
+        return likely / TEMPER + self.penalties()
+
+    def choice(self, server: Tree) -> int:
         """The best pair's place; of equals the first."""
-        found = self.scores(S).tolist()
+        found = self.scores(server).tolist()
         return found.index(min(found))
 
     # ------------------------------------------------------------------------------------------------ what is where
@@ -171,6 +184,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         server: Tree = {"phi": tree.without(start, task.head), "mu": mu}
         server |= {"Q": first_directions(shape.size, self.rank + 1, federation.seed, mu.dtype)}
         server |= {"s": mu.new_zeros(self.rank + 1), "S": mu.new_zeros(len(self.pairs)), "held": mu.new_zeros(())}
+        server["outputs"] = mu.new_tensor(shape.rows if task.kind == "regression" else 0)
         return server | {name: torch.zeros((), dtype=torch.int64) for name in ("since", "frozen")}
 
     def init_client(self, task: Task, who: ClientInfo) -> Tree:
@@ -178,7 +192,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         return {"losses": like.new_zeros(len(self.pairs) + 1)} if self.chooses else {}
 
     def download(self, server: Tree, ids: Tensor, capacity: Capacity, round: int) -> Down:
-        return Down(shared={k: server[k] for k in ("phi", "mu", "Q", "s", "S", "frozen")})
+        return Down(shared={k: server[k] for k in ("phi", "mu", "Q", "s", "S", "held", "outputs", "frozen")})
 
     # ------------------------------------------------------------------------------------------------ the client
 
@@ -187,7 +201,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         score = self.chooses and not final and int(visit.round) % self.score_every == 0
         losses = self._losses(heads, client, visit) if score else client.get("losses")
         phase = " whole" if final else ""
-        theta = heads.fit(heads.seen(visit[f"half{phase}"]), [self.pairs[self.choice(down["S"])]], self.fit_steps)[0]
+        theta = heads.fit(heads.seen(visit[f"half{phase}"]), [self.pairs[self.choice(down)]], self.fit_steps)[0]
         new = self.fit(task.loss, heads.model(theta), visit[f"train{phase}"])
         e = tree.ravel(tree.select(new, task.head)) - down["mu"]
         sent: Tree = {"phi": tree.without(new, task.head), "e": e}
@@ -224,7 +238,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
             return {}
         total = round.mean["losses"] * round.totals["losses"]
         S, held, t, since = server["S"] + total[:-1], server["held"] + total[-1], round.round, int(server["since"])
-        if (not since and bool(held > 0)) or self.choice(S) != self.choice(server["S"]):
+        if (not since and bool(held > 0)) or self.choice({**server, "S": S, "held": held}) != self.choice(server):
             since = t
         over = 0 < since <= t - self.settle if self.freeze is None else t >= self.freeze
         return {"S": S, "held": held, "since": torch.tensor(since), "frozen": torch.tensor(int(over))}
@@ -236,7 +250,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
 
     def personal(self, task: Task, client: Tree, down: Tree, visit: Visit) -> Tree:
         heads = HeadFits(self, task, down, visit["all"])
-        weights = (-self.scores(down["S"])).softmax(0)
+        weights = (-self.scores(down)).softmax(0)
         some = [k for k, w in enumerate(weights.tolist()) if w > NEGLIGIBLE]
         theta = heads.fit(heads.all, [self.pairs[k] for k in some], self.fit_steps)
         # Outputs are linear in θ: the mean of the heads predicts the mean of their outputs.
@@ -261,7 +275,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
 
     def monitor(self, server: Tree) -> dict[str, float]:
         """Return the widths chosen, how many directions stand clear, and the held-out loss."""
-        k = self.choice(server["S"])
+        k = self.choice(server)
         kappa, tau = self.pairs[k]
         told = {"kappa": kappa, "tau": tau, "rank_found": float(clear_directions(server["s"]))}
         told |= {"spread": float(server["s"].norm())}
@@ -282,7 +296,7 @@ class HeadFits:
         self.shape = linear_head(type(method).__name__, task)
         self.mu, self.B = self.shape.matrix(down["mu"]), self.shape.matrix(loadings(down["Q"], down["s"]))
         self.all = self.seen(stream)
-        self.scale = self.all.inverse_scale
+        self.scale, self.precision = self.all.inverse_scale, method.precision(down)
 
     def seen(self, stream: Batches) -> HeadExamples:
         """A stream's examples as heads see them."""
@@ -290,7 +304,7 @@ class HeadFits:
 
     def fit(self, part: HeadExamples, pairs: Sequence[tuple[float, float]], steps: int) -> Tensor:
         """The most probable heads for some pairs (κ, τ)."""
-        return fit_heads(self.task, part, self.mu, self.B, self.scale, pairs, steps)
+        return fit_heads(self.task, part, self.mu, self.B, self.scale, pairs, steps, self.precision)
 
     def model(self, theta: Tensor) -> Params:
         """The received body with a head."""

@@ -109,18 +109,22 @@ def fit_heads(
     scale: Tensor,
     widths: Sequence[tuple[float, float]],
     steps: int,
+    precision: Tensor | float = 1.0,
 ) -> Tensor:
-    """arg min over (z, δ) of Σ loss(θ) + ½‖z‖² + ½‖δ‖² for pairs (κ, τ) at once: [K, rows, columns].
+    """arg min over (z, δ) of a Σ loss(θ) + ½‖z‖² + ½‖δ‖² for pairs (κ, τ) at once: [K, rows, columns].
 
-    FISTA with restarts from z = δ = 0. A step is 1/L with L = c·λ_max(hᵀh)(κ‖B‖² + τu²) + 1, where c bounds the
-    curvature of one example's loss (½ for the softmax), so that there is no step size to set.
+    θ = μ + √κ Bᵀz + √(τ/a) u δ: the residual is as wide as √τ of the noise. FISTA with restarts from z = δ = 0. A step
+    is 1/L with L = c·a·λ_max(hᵀh)(κ‖B‖² + τu²/a) + 1, where c bounds the curvature of one example's loss (½ for the
+    softmax), so that there is no step size to set.
 
     Args:
         mu: the mean head as a matrix, and B [r, rows, columns] the directions, orthogonal to one another.
         scale: u².
+        precision: a, −log-likelihoods per unit of loss; not 1 for squared errors alone.
     """
-    h, c = part.h, task.curvature_bound()
-    assert c is not None
+    h, bound = part.h, task.curvature_bound()
+    assert bound is not None
+    c, scale = bound * precision, scale / precision
     kappa, tau = (torch.tensor([pair[k] for pair in widths], dtype=h.dtype, device=h.device) for k in (0, 1))
     most = B.square().sum((1, 2)).amax() if len(B) else mu.new_zeros(())
     L = c * eigenvalue_bound(h * part.w[:, None]) * (kappa * most + tau * scale) + 1
@@ -138,7 +142,7 @@ def fit_heads(
             residual = out.softmax(-1) - target
         else:
             residual = task.output_gradient(out.flatten(0, 1), y, mask).reshape(out.shape)
-        return (residual * part.w[:, None]).mT @ h
+        return (residual * (precision * part.w[:, None])).mT @ h
 
     with torch.no_grad():
         z = z_ahead = mu.new_zeros(len(widths), len(B))

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from fedspan.method import Findings, Panel, Seen
 from fedspan.method.panels import BarChart, Drawing, LineChart
 from fedspan.methods.pfl_mf.head_prior import clear_directions
+from fedspan.tree import Tree
 
 WIDE = ((0.0, "none"), (1.0, "narrow"), (10.0, "wide"))
 """Up to which τ a residual is called what; beyond, it is nearly free."""
 
 
-def shared_panel(pairs: Sequence[tuple[float, float]], choice: Callable[[Tensor], int]) -> Panel:
+def shared_panel(pairs: Sequence[tuple[float, float]], choice: Callable[[Tree], int]) -> Panel:
     """The panel of a method whose server keeps the deviations s of the heads and scores S of pairs (κ, τ)."""
 
     def look(seen: Seen) -> Findings:
-        s, (kappa, tau) = seen.server["s"].double(), pairs[choice(seen.server["S"])]
+        s, (kappa, tau) = seen.server["s"].double(), pairs[choice(seen.server)]
         clear, final = clear_directions(s), bool(seen.server["frozen"])
         says = sentence(kappa, tau, clear, len(s) - 1)
         held = float(seen.server["held"])
