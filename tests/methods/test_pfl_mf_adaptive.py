@@ -309,6 +309,22 @@ def test_before_any_loss_the_prior_chooses_and_a_better_loss_wins() -> None:
     assert float(method.penalties()[method.pairs.index((0.0, 0.0))]) == pytest.approx((2.5**2 + 1.5**2) / 2)
 
 
+def test_the_body_is_trained_under_the_mean_head_where_fitted_ones_gain_little() -> None:
+    method, none = make("pfl-mf-adaptive", gain=0.1), torch.tensor(0.0)
+    assert isinstance(method, PflMfAdaptive)
+    wide = (10.0, 1.0)
+    for part, pair in ((0.95, (0.0, 0.0)), (0.85, wide)):
+        S = torch.full((len(method.pairs),), 2000.0)
+        S[method.pairs.index(wide)] *= part
+        server = {"S": S, "held": torch.tensor(900.0), "outputs": none}
+        assert method.pairs[method.choice(server)] == wide
+        assert method.trained_pair(server) == pair
+    first = {"S": torch.zeros(len(method.pairs)), "held": none, "outputs": none}
+    assert method.trained_pair(first) == (1.0, 1.0), "before any loss the prior chooses"
+    narrow = replace(method, kappa=(1.0,))
+    assert narrow.trained_pair({**first, "S": torch.full((4,), 5.0)}) in narrow.pairs, "the mean head is not offered"
+
+
 def test_the_unit_of_a_target_decides_nothing() -> None:
     """Heads of targets in a hundredth of the unit are a hundred times as large, and the same pair is chosen."""
     task, (h, rows) = regression(1), (drawn(40, 5), 1)

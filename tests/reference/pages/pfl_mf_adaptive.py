@@ -93,6 +93,7 @@ def _nystrom(target: Tensor, q: Tensor, r: int) -> tuple[Tensor, Tensor]:
     {**OFTEN, "score_every": 2, "freeze": 2, "rank": 5, "wire": "full"},
     {**OFTEN, "kappa": (1.0,), "tau": (0.0, 10.0), "memory": 0.5, "cross_fit": 1.0, "weighting": "uniform"},
     {**OFTEN, "kappa": (0.0,), "tau": (0.0,), "clip_norm": 0.1},
+    {**OFTEN, "gain": 0.9},
 )
 def pfl_mf_adaptive(p: Problem, f: Fields) -> Found:
     phi, mu = within(p.server, "phi"), torch.cat([p.start[k].reshape(-1) for k in HEAD])
@@ -119,7 +120,10 @@ def pfl_mf_adaptive(p: Problem, f: Fields) -> Found:
         return head(_fista(cost, r + d, bound, steps)).detach()
 
     for t in p.times:
-        k_best = grid[int((sum(last) / 4 + pen).argmin())]
+        at = int((sum(last) / 4 + pen).argmin())
+        plain = grid.index((0.0, 0.0)) if (0.0, 0.0) in grid else at
+        little = sum(last)[at] > (1 - f["gain"]) * sum(last)[plain]
+        k_best = grid[plain if little else at]
         e, bodies, losses = [], [], list(last)
         for i in p.asked[t]:
             if len(grid) > 1 and not frozen and t % f["score_every"] == 0 and len(p.drawn["held"][i]):

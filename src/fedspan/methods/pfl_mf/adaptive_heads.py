@@ -9,7 +9,7 @@ from itertools import product
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Gt, Lt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen
 from torch import Tensor
 
 from fedspan import tree
@@ -68,14 +68,15 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
     Symbols: phi = the body φ, mu [d] = the mean head, Q [d, r + 1] and s = directions V of the heads' covariance and
     their deviations (B is computed of them), S = held-out losses of all clients summed for every pair (κ, τ), held =
     their examples, outputs = of how many a squared error is the mean (0: no squared errors), e = θ_i − μ after
-    training, E = e (Qᵀe)ᵀ. z_i and δ_i are fitted anew on every visit and before use,
-    so nothing gets stale and a newcomer needs no history. Kept: the last held-out losses. Sent: phi, e, losses (the
-    change of them), and E with `wire = "full"`; all of it is only summed up.
+    training, E = e (Qᵀe)ᵀ. z_i and δ_i are fitted anew on every visit and before use, so nothing gets stale and a
+    newcomer needs no history. Kept: the last held-out losses. Sent: phi, e, losses (the change of them), and E with
+    `wire = "full"`; all of it is only summed up.
 
     A client fits its head on half of its examples and then trains body and head on all, so that a flexible head
-    cannot take the gradient away. Some examples are held out; their losses under heads of every pair, pooled over all
-    clients, choose how wide the span of B (κ) and the residual (τ) may be. κ = τ = 0 is FedAvg, κ = 0 and τ large a
-    common body with free heads, τ = 0 a subspace of heads.
+    cannot take the gradient away; where fitted heads gain little, it begins with the mean head. Some examples are
+    held out; their losses under heads of every pair, pooled over all clients, choose how wide the span of B (κ) and
+    the residual (τ) may be. κ = τ = 0 is FedAvg, κ = 0 and τ large a common body with free heads, τ = 0 a subspace of
+    heads.
     """
 
     about = About(
@@ -105,6 +106,9 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
     """Rounds without another choice after which it is final and what was held out is trained on, too."""
     freeze: AtLeast1 | None = None
     """The round after which that happens in any case and not before; three quarters of a planned run, say."""
+    gain: Annotated[float, Ge(0), Lt(1)] = 0.1
+    """By what part of the mean head's held-out loss fitted heads must lower it for the body to be trained under them.
+    The mean head trains it faster; what is fitted when a model is used does not depend on this."""
     cross_fit: Share = 0.5
     """The part of its examples that a client fits its head on before it trains body and head on all."""
     fit_steps: AtLeast1 = 60
@@ -165,6 +169,15 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         found = self.scores(server).tolist()
         return found.index(min(found))
 
+    def trained_pair(self, server: Tree) -> tuple[float, float]:
+        """The pair under which body and head are trained: the best one, or the mean head where little is gained."""
+        k, pairs = self.choice(server), self.pairs
+        if (0.0, 0.0) in pairs:
+            S = server["S"].tolist()
+            if S[k] > (1 - self.gain) * S[pairs.index((0.0, 0.0))]:
+                return (0.0, 0.0)
+        return pairs[k]
+
     # ------------------------------------------------------------------------------------------------ what is where
 
     def plan(self) -> Mapping[str, Amount]:
@@ -201,7 +214,7 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
         score = self.chooses and not final and int(visit.round) % self.score_every == 0
         losses = self._losses(heads, client, visit) if score else client.get("losses")
         phase = " whole" if final else ""
-        theta = heads.fit(heads.seen(visit[f"half{phase}"]), [self.pairs[self.choice(down)]], self.fit_steps)[0]
+        theta = heads.fit(heads.seen(visit[f"half{phase}"]), [self.trained_pair(down)], self.fit_steps)[0]
         new = self.fit(task.loss, heads.model(theta), visit[f"train{phase}"])
         e = tree.ravel(tree.select(new, task.head)) - down["mu"]
         sent: Tree = {"phi": tree.without(new, task.head), "e": e}
