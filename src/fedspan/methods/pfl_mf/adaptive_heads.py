@@ -107,8 +107,8 @@ class PflMfAdaptive(Averaging, Lifts, Adapts, Observed, Onboards):
     freeze: AtLeast1 | None = None
     """The round after which that happens in any case and not before; three quarters of a planned run, say."""
     gain: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """By what part of the mean head's held-out loss fitted heads must lower it for the body to be trained under them.
-    The mean head trains it faster; what is fitted when a model is used does not depend on this."""
+    """By what part fitted heads must lower the held-out loss of the mean head, which trains faster, for the body to be
+    trained under them."""
     cross_fit: Share = 0.5
     """The part of its examples that a client fits its head on before it trains body and head on all."""
     fit_steps: AtLeast1 = 60
