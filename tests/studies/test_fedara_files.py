@@ -131,6 +131,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", ["practical", "pathological"])
 def test_tiny_imagenet_is_reproduced_from_a_folder(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str

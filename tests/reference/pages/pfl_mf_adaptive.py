@@ -93,7 +93,7 @@ def _nystrom(target: Tensor, q: Tensor, r: int) -> tuple[Tensor, Tensor]:
     {**OFTEN, "score_every": 2, "freeze": 2, "rank": 5, "wire": "full"},
     {**OFTEN, "kappa": (1.0,), "tau": (0.0, 10.0), "memory": 0.5, "cross_fit": 1.0, "weighting": "uniform"},
     {**OFTEN, "kappa": (0.0,), "tau": (0.0,), "clip_norm": 0.1},
-    {**OFTEN, "gain": 0.9},
+    {**OFTEN, "gain": 0.9, "kappa": (0.0, 1.0), "tau": (0.0, 10.0)},
 )
 def pfl_mf_adaptive(p: Problem, f: Fields) -> Found:
     phi, mu = within(p.server, "phi"), torch.cat([p.start[k].reshape(-1) for k in HEAD])
