@@ -19,7 +19,7 @@ from fedspan.cli import running
 from fedspan.errors import ConfigError
 from fedspan.methods import METHODS
 from fedspan.studies.papers import available, candidates, config_of, describe, finals, load_experiment
-from fedspan.studies.papers.curves import draw, series
+from fedspan.studies.papers.curves import Series, _figure, draw, series
 from fedspan.studies.papers.experiment_file import PaperRow, slug
 from fedspan.studies.papers.published import parse
 from fedspan.studies.papers.step_sizes import RowOutcome
@@ -208,6 +208,13 @@ def test_bad_files(change: tuple[str, str], message: str) -> None:
     assert change[0] in TINY
     with pytest.raises(ConfigError, match=message):
         parse(TINY.replace(*change), "tiny")
+
+
+def test_a_panel_of_seconds_shows_the_slower_ones_too() -> None:
+    pytest.importorskip("matplotlib")
+    quick, slow = (Series(f"{s} s", "r", (1, 2, 3), (9, 9, 9), (0, 0, 0), (s, s, s)) for s in (1.0, 5.0))
+    low, high = _figure("r", (quick, slow), "seconds").axes[1].get_ylim()
+    assert low == 0 and high > 5
 
 
 def test_slugs() -> None:

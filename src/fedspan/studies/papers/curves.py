@@ -102,7 +102,8 @@ def _figure(name: str, those: Sequence[Series], time: str) -> Figure:
         left.errorbar(s.x, s.accuracy, s.spread, color=colour, marker="o", markersize=3.2, linewidth=1.5, label=s.label)
         for right in axes[1:]:
             right.plot(s.x, s.seconds, color=colour, marker="o", markersize=3.2, linewidth=1.5)
-            right.set_ylim(bottom=0)
+    for right in axes[1:]:
+        right.set_ylim(bottom=0)  # after all lines, as a limit that is set is not widened by those that follow
     numbers = [v for s in those for v in s.x]
     for panel in axes:
         if max(numbers) >= 20 * max(min(numbers), 1e-12) and min(numbers) > 1:
