@@ -9,7 +9,7 @@ which the mean over the development seeds chooses; FedPer and the oracle are als
 the better of the two is theirs. IFCA is told the number of groups. pfl-mf-adaptive has its defaults everywhere. A run
 is kept in docs/adaptive as soon as it is known and is not repeated; `make docs` writes the reported table from there.
 Shakespeare's roles, where a run is long, take the step sizes that docs/natural chose, without clipping. Seeds 200 to
-204 were reported of an earlier form; what they showed of regression led to the present one, so they are not used again.
+204 were reported of an earlier form; what they showed led to the present one, so they are not used again.
 """
 
 from __future__ import annotations

@@ -325,7 +325,7 @@ def test_the_body_is_trained_under_the_mean_head_where_fitted_ones_gain_little()
     assert narrow.trained_pair({**first, "S": torch.full((4,), 5.0)}) in narrow.pairs, "the mean head is not offered"
 
 
-def test_the_unit_of_a_target_decides_nothing() -> None:
+def test_the_unit_of_a_target_decides_neither_fit_nor_choice() -> None:
     """Heads of targets in a hundredth of the unit are a hundred times as large, and the same pair is chosen."""
     task, (h, rows) = regression(1), (drawn(40, 5), 1)
     y, B = h @ drawn(5, rows, seed=1) + drawn(40, rows, seed=2), drawn(2, rows, 5, seed=3)
