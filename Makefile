@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 WORKLOADS ?= all
 TURNS ?= 3
 
+# Tests start hundreds of processes: each would compile fedspan anew on a machine that forbids caches of bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 PYTEST := $(BIN)/python -m pytest
 
