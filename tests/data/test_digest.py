@@ -62,7 +62,7 @@ def test_pieces_and_strides_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> No
     assert data_digest(replace(data, x=data.x.T.contiguous().T)) == whole
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_large_pool_is_hashed_faster_than_it_is_loaded() -> None:
     x = torch.zeros(2**27)  # half a gigabyte
     data = replace(pool(), x=x, y=torch.zeros(len(x), dtype=torch.uint8), classes=None)

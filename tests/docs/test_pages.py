@@ -29,12 +29,13 @@ import pytest
 
 from conftest import call
 from fedspan.config import from_dict
+from fedspan.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RUN = [ROOT / "README.md", *sorted(DOCS.glob("tutorials/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
 ALL = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
-LONG = {"add_a_method", "compare", "measures"}  # pages that take more than five seconds
+LONG = {"add_a_method", "compare", "measures", "workers"}  # pages that take several seconds
 ENTRY_POINTS = {"fedspan.methods", "fedspan.models", "fedspan.data"}
 LANGUAGES = {"python", "console", "toml", "text", "ini", "yaml", "bibtex"}
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -217,6 +218,12 @@ def test_names_in_the_text_exist(page: Path) -> None:
 def test_every_page_is_on_the_site() -> None:
     nav = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
     assert nav == {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
+
+
+def test_pages_say_how_many_methods_there_are() -> None:
+    for path, times in ((ROOT / "README.md", 2), (DOCS / "index.md", 1)):
+        said = re.findall(r"\b(\d+) methods|\| methods \| (\d+)", path.read_text(encoding="utf-8"))
+        assert [int(a or b) for a, b in said] == [len(METHODS)] * times, path
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

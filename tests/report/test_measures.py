@@ -63,6 +63,7 @@ def rare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_roc_auc_tells_apart_what_accuracy_cannot(rare: Path) -> None:
     runs = load_runs(rare)
     accuracy, auc = measures_of(runs)

@@ -42,11 +42,14 @@ except OutOfMemory as e:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on memory are the kernel's")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mapping", "workers"),
     [
         ("folded", 1),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("vmap", 1), ("loop", 1), ("folded", 2))),
+        ("vmap", 1),
+        ("loop", 1),
+        ("folded", 2),
     ],
 )
 def test_a_chunk_that_does_not_fit_is_told_so(mapping: str, workers: int) -> None:

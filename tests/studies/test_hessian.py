@@ -100,6 +100,7 @@ def test_a_change_has_the_rank_of_what_was_added() -> None:
         assert len(lowrank.changed(W, W)[1]) == 0
 
 
+@pytest.mark.long
 def test_the_comparison_reports_all_arms(tmp_path: Path) -> None:
     plan = Plan(size=4, hidden=2, few=20, many=60, epochs=3, every=2, seeds=2)
     assert plan.checkpoints == [0, 2, 3] and plan.steps(60, 2) == 4 and plan.steps(20, 2) == 2
