@@ -421,7 +421,8 @@ def with_claims(path: Path) -> str:
     """
     from fedspan.studies.claims import find_claim
 
-    kinds = {"verdicts": verdict_lines, "rows": row_lines, "tests": effect_lines, "pictures": picture_lines}
+    kinds = {"verdicts": verdict_lines, "rows": row_lines, "across": across_lines, "tests": effect_lines}
+    kinds["pictures"] = picture_lines
 
     def filled(match: re.Match[str]) -> str:
         kind, names = match[1], match[2]
@@ -468,6 +469,24 @@ def row_lines(claims: Decided) -> list[str]:
     rows = [*found[False], *found[True]]
     waiting = [f"Not run: {linked(c)}." for c, outcome, _ in claims if outcome is None]
     return [*table(("row", "accuracy as tuned, %", "as published, %"), rows), *([""] if waiting else []), *waiting]
+
+
+def across_lines(claims: Decided) -> list[str]:
+    """Rows that stand in several claims beside each other: as tuned and, behind a stroke, as published.
+
+    The measure is that of each claim's first test, for the protocol by which clients are judged.
+    """
+    from fedspan.studies.claims.claim_pages import summary
+
+    found: dict[str, list[str]] = {}
+    for k, (claim, outcome, _) in enumerate(claims):
+        measure = claim.tests[0].measure
+        for name, columns in outcome.figures.items() if outcome is not None else ():
+            cells = [summary(columns.get(c, {}).get(measure, {}), percent=True) for c in ("tuned", "published")]
+            found.setdefault(name, [""] * len(claims))[k] = " / ".join(c for c in cells if c)
+    waiting = [f"Not run: {linked(c)}." for c, outcome, _ in claims if outcome is None]
+    titles = ("row", *(linked(c) for c, _, _ in claims))
+    return [*table(titles, ([k, *v] for k, v in found.items())), *([""] if waiting else []), *waiting]
 
 
 def effect_lines(claims: Decided) -> list[str]:

@@ -75,25 +75,56 @@ def test_a_body_without_factors_and_one_that_starts_at_zero_are_refused() -> Non
     values = {"rounds": 1, "data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 3}}
     config = from_dict({**values, "model": {"kind": "mlp"}, "method": {"name": "local"}}, name="x").resolve()
     with pytest.raises(ConfigError, match="must be of a factorised model"):
-        start_scale.compare(config, config, lrs=[0.1])
+        start_scale.compare(config, config, lrs=[0.1], width=4)
 
 
-def test_the_check_trains_all_three_at_every_step_size() -> None:
+def test_a_first_step_moves_the_product_by_u_and_v_beside_mu() -> None:
+    """ΔW = −η (G + G vᵀv + u uᵀG) to first order in η, for the matrix inputs × outputs of a linear layer."""
+    torch.manual_seed(0)
+    plain, lr = make_task("mlp"), 1e-7
+    x, y = torch.randn(12, 5, dtype=torch.float64), torch.arange(12) % 3
+    made = method_of(FactorizedLocal, lr=lr, mu_start="xavier").model(plain, None)
+    found, p = start_scale.first_step(made, x, y, lr), made.init()
+    weights = plain_weights(made.module, p)
+    free = {k: w.clone().requires_grad_() for k, w in weights.items()}
+    torch.nn.functional.cross_entropy(torch.func.functional_call(plain.module, free, x), y).backward()
+    assert list(found) == [k for k, w in weights.items() if w.ndim > 1]
+    for k in ("0.weight", "2.weight", "4.weight"):
+        grad = free[k].grad
+        assert grad is not None
+        G, u, v = grad.T, p[k.replace("weight", "u")], p[k.replace("weight", "v")]
+        step = lr * (G + G @ v.T @ v + u @ u.T @ G)
+        assert found[k] == pytest.approx(float(step.norm() / weights[k].norm()), rel=1e-5)
+
+
+def test_a_first_step_of_a_plain_network_is_its_gradients() -> None:
+    plain, lr = make_task("mlp"), 0.3
+    x, y = torch.randn(12, 5, dtype=torch.float64), torch.arange(12) % 3
+    free = {k: w.requires_grad_() for k, w in plain.init().items()}
+    torch.nn.functional.cross_entropy(torch.func.functional_call(plain.module, free, x), y).backward()
+    for k, length in start_scale.first_step(plain, x, y, lr).items():
+        grad = free[k].grad
+        assert grad is not None and length == pytest.approx(
+            lr * float(grad.norm() / free[k].detach().norm()), rel=1e-12
+        )
+
+
+def test_the_check_sees_both_starts_and_trains_all_three_at_every_step_size() -> None:
     claim = find_claim("factorized-fl/step-size")
     assert claim.experiment is not None
     assert claim.check is not None
-    small = {"rounds": 2, "data": {"source": "digits", "limit": 200}, "model": {"kind": "mlp"}}
-    small |= {"partition": {"kind": "iid", "clients": 2}, "train": {"batch_size": 16, "workers": 1}}
-    check = replace(claim.check, options={"lr": [0.05, 0.2]})
-    made = replace(claim, check=check, experiment={**claim.experiment, **small}, seeds=(200, 201))
-    runs = perform_check(made)["runs"]
+    check = replace(claim.check, options={"lr": [0.01, 0.1], "width": 32})
+    experiment = {**claim.experiment, "rounds": 1, "data": {"source": "digits", "limit": 60}}
+    experiment |= {"model": {"kind": "resnet8", "norm": "batch", "width": 4}, "train": {"batch_size": 8, "workers": 1}}
+    runs = perform_check(replace(claim, check=check, experiment=experiment, seeds=(200, 201)))["runs"]
     assert len(runs) == 2
     for run in runs:
-        ratio, layers = run["ratio"], run["ratios"].values()
-        assert (ratio["least"], ratio["most"]) == (min(layers), max(layers))
-        assert ratio["least"] <= ratio["mean"] <= ratio["most"]
-        assert list(run["accuracy"]) == ["0.05", "0.2"]
+        for kind in ("squares", "steps"):
+            narrow, wide = run["here"][kind], run["wide"][kind]
+            assert narrow["least"] < narrow["mean"] < narrow["most"]
+            assert wide["mean"] > 2 * narrow["mean"]  # the wider, the smaller it starts beside the plain one
+        assert list(run["accuracy"]) == ["0.01", "0.1"]
         for found in run["accuracy"].values():
             assert list(found) == [start_scale.PLAIN, start_scale.SMALL, start_scale.FACTORISED]
-            assert 10 < min(found.values()) <= max(found.values()) <= 100
-            assert len(set(found.values())) == 3
+            assert all(0 <= v <= 100 for v in found.values())
+        assert len({v for found in run["accuracy"].values() for v in found.values()}) > 2

@@ -151,6 +151,24 @@ def _update_rank(claim: Claim) -> Numbers:
     return {**numbers, **counted, "other": len(cases) - counted["equal"]}
 
 
+def _start_scale(claim: Claim) -> Numbers:
+    """How the second row's factorised model starts beside the first row's plain one, and what that does to training.
+
+    Options: `lr`, the step sizes at which all are trained; `width`, of the wide network in which only starts are seen.
+    """
+    from fedspan.studies.claims.fair_play import config_of
+    from fedspan.studies.theory import start_scale
+
+    assert claim.check is not None
+    lrs, width = claim.check.options["lr"], claim.check.options["width"]
+    runs = []
+    for seed in claim.seeds:
+        note(f"seed {seed} ...")
+        plain, factorised = (config_of(claim, row, {"lr": lrs[0]}, seed) for row in claim.rows)
+        runs.append(start_scale.compare(plain, factorised, lrs, width))
+    return {"runs": runs}
+
+
 def _example_2(seed: int) -> Outcome:
     from fedspan.studies.theory import example_2
 
@@ -185,5 +203,6 @@ OTHERS: dict[str, Callable[[Claim], Numbers]] = {
     "bytes": _bytes,
     "parameters": _parameters,
     "update-rank": _update_rank,
+    "start-scale": _start_scale,
 }
 """Checks besides those of `theory`."""
