@@ -210,6 +210,15 @@ def test_bad_files(change: tuple[str, str], message: str) -> None:
         parse(TINY.replace(*change), "tiny")
 
 
+def test_accuracy_is_shown_between_none_and_all_however_wide_its_interval() -> None:
+    wide = Series("wide", "r", (1.0, 2.0), (50.0, 95.0), (1.0, 60.0), ())
+    low, high = _figure("r", (wide,), "seconds").axes[0].get_ylim()
+    assert 0 < low < 49 and high == 100
+    narrow = replace(wide, spread=(1.0, 1.0))
+    low, high = _figure("r", (narrow,), "seconds").axes[0].get_ylim()
+    assert 40 < low < 49 and 96 < high < 100
+
+
 def test_a_panel_of_seconds_shows_the_slower_ones_too() -> None:
     pytest.importorskip("matplotlib")
     quick, slow = (Series(f"{s} s", "r", (1, 2, 3), (9, 9, 9), (0, 0, 0), (s, s, s)) for s in (1.0, 5.0))

@@ -102,6 +102,8 @@ def _figure(name: str, those: Sequence[Series], time: str) -> Figure:
         left.errorbar(s.x, s.accuracy, s.spread, color=colour, marker="o", markersize=3.2, linewidth=1.5, label=s.label)
         for right in axes[1:]:
             right.plot(s.x, s.seconds, color=colour, marker="o", markersize=3.2, linewidth=1.5)
+    low, high = left.get_ylim()
+    left.set_ylim(max(low, 0), min(high, 100))  # an interval may reach beyond what there is
     for right in axes[1:]:
         right.set_ylim(bottom=0)  # after all lines, as a limit that is set is not widened by those that follow
     numbers = [v for s in those for v in s.x]
