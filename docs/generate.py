@@ -472,7 +472,7 @@ def row_lines(claims: Decided) -> list[str]:
 
 
 def across_lines(claims: Decided) -> list[str]:
-    """Rows that stand in several claims beside each other: as tuned and, behind a stroke, as published.
+    """Rows that stand in several claims beside each other: as tuned and, below, as published.
 
     The measure is that of each claim's first test, for the protocol by which clients are judged.
     """
@@ -483,7 +483,7 @@ def across_lines(claims: Decided) -> list[str]:
         measure = claim.tests[0].measure
         for name, columns in outcome.figures.items() if outcome is not None else ():
             cells = [summary(columns.get(c, {}).get(measure, {}), percent=True) for c in ("tuned", "published")]
-            found.setdefault(name, [""] * len(claims))[k] = " / ".join(c for c in cells if c)
+            found.setdefault(name, [""] * len(claims))[k] = "<br>".join(c for c in cells if c)
     waiting = [f"Not run: {linked(c)}." for c, outcome, _ in claims if outcome is None]
     titles = ("row", *(linked(c) for c, _, _ in claims))
     return [*table(titles, ([k, *v] for k, v in found.items())), *([""] if waiting else []), *waiting]
