@@ -421,8 +421,13 @@ def with_claims(path: Path) -> str:
     """
     from fedspan.studies.claims import find_claim
 
-    kinds = {"verdicts": verdict_lines, "rows": row_lines, "across": across_lines, "tests": effect_lines}
-    kinds["pictures"] = picture_lines
+    kinds = {
+        "verdicts": verdict_lines,
+        "rows": row_lines,
+        "across": across_lines,
+        "tests": effect_lines,
+        "pictures": picture_lines,
+    }
 
     def filled(match: re.Match[str]) -> str:
         kind, names = match[1], match[2]

@@ -28,13 +28,13 @@ FIRST = 256
 """Examples of the first step."""
 
 
-def at_start(plain: RunConfig, factorised: RunConfig) -> dict[str, dict[str, float]]:
+def at_start(factorised: RunConfig) -> dict[str, dict[str, float]]:
     """Of every layer of the body: ‖W‖² plain over factorised, and ‖ΔW‖/‖W‖ of a first step, factorised over plain.
 
-    The step is one of plain SGD on the first examples, the same for both.
+    The plain network is the one that is factorised; the step is one of plain SGD on the first examples, for both alike.
 
     Raises:
-        ConfigError: if the second experiment's method does not factorise its model.
+        ConfigError: if the experiment's method does not factorise its model.
     """
     method, task, data = assemble(factorised)
     if not isinstance(method, Converts):
@@ -91,9 +91,10 @@ def shrunk(plain: Task, ratios: Mapping[str, float]) -> Task:
     return plain.converted(shrink)
 
 
-def trained(plain: RunConfig, factorised: RunConfig, lrs: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Accuracy in percent of the three models at each step size, trained alike."""
-    ratios = at_start(plain, factorised)["squares"]
+def trained(
+    plain: RunConfig, factorised: RunConfig, ratios: Mapping[str, float], lrs: Sequence[float]
+) -> dict[str, dict[str, float]]:
+    """Accuracy in percent of the three models at each step size, trained alike; the small one by these ratios."""
     return {
         f"{lr:g}": {
             PLAIN: _accuracy(plain, lr),
@@ -119,12 +120,9 @@ def summary(values: Iterable[float]) -> dict[str, float]:
 
 def compare(plain: RunConfig, factorised: RunConfig, lrs: Sequence[float], width: int) -> dict[str, Any]:
     """Both starts, in the network of the two experiments and in one `width` wide, and training in the former."""
-    starts = {
-        "here": at_start(plain, factorised),
-        "wide": at_start(_widened(plain, width), _widened(factorised, width)),
-    }
+    starts = {"here": at_start(factorised), "wide": at_start(_widened(factorised, width))}
     seen = {where: {k: summary(v.values()) for k, v in start.items()} for where, start in starts.items()}
-    return {**seen, "accuracy": trained(plain, factorised, lrs)}
+    return {**seen, "accuracy": trained(plain, factorised, starts["here"]["squares"], lrs)}
 
 
 def _widened(config: RunConfig, width: int) -> RunConfig:
